@@ -1,4 +1,4 @@
-"""outputs: what the model returns is put together from micro-batches, and its gradients are cut for them."""
+"""outputs: the model's outputs are put together from micro-batches, and their gradients are cut into micro-batches."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ class Outputs:
         return next((g for output, g in zip(self.made, gradients, strict=True) if output.kind == "loss"), None)
 
     def outside(self, gradients: Gradients, *, is_head_apart: bool) -> frozenset[Unit]:
-        """The units that get a gradient that the head's own backward did not know of, for `StepShape.outside`.
+        """The units that get a gradient of which the head's own backward did not know, for `StepShape.outside`.
 
-        is_head_apart: the head's backward has not run with its forward.
+        is_head_apart: the head's backward has not run together with its forward.
         """
         arrived = [output for output, gradient in zip(self.made, gradients, strict=True) if gradient is not None]
         if not is_head_apart and all(output.kind == "loss" for output in arrived):
@@ -82,9 +82,9 @@ class Outputs:
         return frozenset({EPILOGUE} | {output.unit for output in arrived if output.kind == "x"})
 
     def refuse_watched(self, returned: Sequence[Tensor | None], gradients: Gradients, captured: Captured) -> None:
-        """Raise `OutputGradientError` where an output wants to see its gradient, and one comes to others made of it.
+        """Raise `OutputGradientError` if an output has a gradient hook, and a gradient comes to outputs made from it.
 
-        returned: the outputs as the user has them, as far as they live.
+        returned: the outputs as the user has them, if they are alive.
         """
         if not (watched := [number for number, each in enumerate(returned) if watches_gradient(each)]):
             return
@@ -101,9 +101,9 @@ class Outputs:
                 )
 
     def untapped(self, gradients: Gradients) -> frozenset[int]:
-        """The outputs, by number, that get a gradient, and are made inside a layer or the embedding.
+        """The numbers of the outputs that get a gradient and are made inside a layer or the embedding.
 
-        Raises `OutputGradientError` where a block is several layers, which hand nothing else on than hidden states.
+        Raises `OutputGradientError` if blocks are cut into several layers, which pass on hidden states only.
         """
         split = self.models[0].split
         numbers = [number for number, output in enumerate(split.outputs) if output.spec is not None]
@@ -122,7 +122,7 @@ class Outputs:
         return frozenset(units)
 
     def cut(self, gradients: Gradients, outside: frozenset[Unit]) -> dict[Value, Any]:
-        """The outputs' gradients by micro-batch: values `dy` of the units in `outside`, zeros where none arrived."""
+        """The outputs' gradients by micro-batch: values `dy` of the units in `outside`, zeros if none arrived."""
         dy: dict[Value, Any] = {}
         starts = dict.fromkeys(range(len(gradients)), 0)  # of each output, where the next micro-batch has its part
         for j, model in enumerate(self.models):
@@ -144,15 +144,16 @@ class Outputs:
         return dy
 
     def reached(self, gradients: Gradients) -> frozenset[int]:
-        """The trained arguments that a gradient comes to, by index, where these have come for the outputs."""
+        """The indices of the trained arguments that get a gradient, if the outputs have got these gradients."""
         return self.models[0].split.reached(frozenset(i for i, g in enumerate(gradients) if g is not None))
 
     def argument_gradients(
         self, env: Mapping[Value, Any], units: CompiledUnits, trained: Sequence[int], reached: Container[int]
     ) -> list[Tensor | None]:
-        """Gradients of the trained arguments, of such numbers; a parameter that several units share gets the sum.
+        """Gradients of the trained arguments, by number; a parameter that several units share gets the sum.
 
-        None for a parameter on the tiers, whose gradient goes to its update, and for those not in `reached`, by index.
+        None for a parameter on the tiers, whose gradient goes to its update, and for those whose index is not in
+        `reached`.
         """
         sums: dict[Any, Tensor] = {}
         for value, content in env.items():
@@ -185,13 +186,13 @@ def _combined(output: OutputSpec, parts: list[Tensor]) -> Tensor:
 
 
 def _turns(output: OutputSpec, rows: Tensor) -> Sequence[Tensor]:
-    """The rows of an output, for each time that all samples come."""
+    """The rows of an output in parts, each of which has rows of all samples."""
     number = rows.shape[output.dim] // sum(output.runs)
     return rows.split([run * number for run in output.runs], output.dim) if len(output.runs) > 1 else (rows,)
 
 
 def _rows(output: OutputSpec, whole: Tensor, start: int, length: int) -> Tensor:
-    """A micro-batch's rows of what has those of all samples, where others have `start` rows before them."""
+    """A micro-batch's rows of an output of all samples, of which earlier micro-batches have the first `start`."""
     places = [(run * start // sum(output.runs), run * length // sum(output.runs)) for run in output.runs]
     turns = zip(_turns(output, whole), places, strict=True)
     found = [rows.narrow(output.dim, first, number) for rows, (first, number) in turns]

@@ -1,4 +1,4 @@
-"""parameter_store: values and optimizer states on the tiers, read and written a piece at a time."""
+"""parameter_store: read and write values and optimizer states on the tiers, piece by piece."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def in_turn(method: Method) -> Method:
-    """The method of a store, after what another thread does with the model."""
+    """A method of a store that waits for other threads that use the model."""
 
     @wraps(method)
     def run(store: ParameterStore, *args: Any, **kwargs: Any) -> Any:
@@ -40,10 +40,10 @@ def in_turn(method: Method) -> Method:
 
 
 def in_full(action: Callable[[], None], store: ParameterStore | None = None) -> None:
-    """Do all of something that may be done twice: what a signal's handler raises in between, as a DataLoader's for a
-    worker that was killed, is raised once it is done.
+    """Complete an action that may run twice: if a signal's handler raises meanwhile (a DataLoader's does for a killed
+    worker), the action runs again, and then the error is raised.
 
-    store: that it changes; on ranks, which would have to do it again together, it is raised at once.
+    store: the one that it changes. On ranks, which would have to repeat it together, the error is raised at once.
     """
     try:
         action()
@@ -58,7 +58,7 @@ def in_full(action: Callable[[], None], store: ParameterStore | None = None) -> 
 
 @dataclass
 class Reader:
-    """Reads values for an evaluation, when no updates are to come, and keeps those that there is room for."""
+    """Reads values for an evaluation, when no updates are pending, and keeps those for which there is room."""
 
     room_nbytes: int
     held: list[Tensor] = field(default_factory=list)
@@ -75,10 +75,10 @@ class Reader:
 
 
 class ParameterStore:
-    """Reads and writes the parameters and states of one model between steps, each in its span.
+    """Reads and writes the parameters and states of one model between steps, by their spans.
 
     What is read is mapped from files under `folder`, and belongs to the caller. `components` names the tensors of a
-    parameter's optimizer state. The engine, which runs the steps, derives from this.
+    parameter's optimizer state. The engine, which runs the steps, derives from this class.
     """
 
     def __init__(
@@ -88,11 +88,11 @@ class ParameterStore:
         self.folder = folder
         self.components = components
         self.turn = turn  # of the thread that uses the model
-        self.shows_whole = False  # in state dicts, also where ranks have rows of each
-        self.num_steps = 0  # after which values have changed
-        self.has_loaded_state = False  # the user has given the state of an earlier run
-        self.reader: Reader | None = None  # of calls that are no step, since the last one that is
-        self._masters: dict[Slice, Tensor] = {}  # that came before the values that they round to
+        self.shows_whole = False  # state dicts have whole tensors, also on ranks
+        self.num_steps = 0  # that have changed values
+        self.has_loaded_state = False  # the user has loaded the state of an earlier run
+        self.reader: Reader | None = None  # of evaluations since the last step that did not run in layers
+        self._masters: dict[Slice, Tensor] = {}  # loaded before the values that they round to
 
     @property
     def closed(self) -> bool:
@@ -100,12 +100,12 @@ class ParameterStore:
 
     @property
     def never(self) -> Set[Slice]:
-        """Where parameters are that no step so far has brought a gradient, of those that are trained."""
+        """The spans of trained parameters that have got no gradient so far."""
         return frozenset()
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """Of the ranks that have some rows each of what state dicts hold; None: this rank has all of it."""
+        """The mesh of the ranks that share the rows of tensors in state dicts; None: this rank has whole tensors."""
         ranks = self.tiers.setting.ranks
         return None if ranks is None or self.tiers.before_read or self.shows_whole else ranks.mesh
 
@@ -115,7 +115,7 @@ class ParameterStore:
 
     @in_turn
     def read(self, span: Slice, *, master: bool = False) -> Tensor:
-        """A parameter's value after all updates, on the CPU; with `master` in fp32 where it is kept so."""
+        """A parameter's value after all updates, on the CPU; with `master` in fp32, if it has a master."""
         self.synchronize()
         dtype = self.tiers.dtype(span, master=master)
         return self._mapped(span, dtype, lambda piece: self.tiers.read(piece, master=master), None)
@@ -132,18 +132,18 @@ class ParameterStore:
 
     @in_turn
     def rows(self, span: Slice) -> Tensor:
-        """A parameter's value after all updates, for a state dict: under ranks a DTensor, of which each has rows."""
+        """A parameter's value after all updates, for a state dict: with several ranks a DTensor, sharded by rows."""
         self.synchronize()
         return self._mapped(span, self.tiers.dtype(span), self.tiers.read, self.mesh)
 
     @property
     def room_nbytes(self) -> int:
-        """The memory that values may take for the time of an evaluation."""
+        """The memory that values may take during an evaluation."""
         return 0
 
     @in_turn
     def write(self, span: Slice, values: Tensor) -> None:
-        """A new value, in the parameter's dtype or the master's. A master that rounds to it stays as it is."""
+        """Write a new value, in the parameter's dtype or the master's. A master that rounds to it does not change."""
         self.synchronize()
         self._agree_on("a new value", span)
         values = whole(values)
@@ -161,9 +161,9 @@ class ParameterStore:
 
     @in_turn
     def state(self, span: Slice, num_steps: int) -> dict[str, Any]:
-        """A parameter's optimizer state after all updates, as torch has it; its master, where there is one, beside.
+        """A parameter's optimizer state after all updates, as torch has it, and its master, if it has one.
 
-        Under ranks its tensors are as those of `rows`.
+        With several ranks its tensors are sharded as in `rows`.
         """
         self.synchronize()
         self.refuse_masters()
@@ -174,7 +174,7 @@ class ParameterStore:
         return found
 
     def is_rounded(self, span: Slice) -> bool:
-        """Whether there is a master, and it is no finer than the value."""
+        """Whether there is a master, and it equals the value."""
         pieces = pieces_of(span, 4) if self.tiers.has_master(span) else []
         return bool(pieces) and all(
             torch.equal(self.tiers.read(piece, master=True), self.tiers.read(piece).float()) for piece in pieces
@@ -184,8 +184,8 @@ class ParameterStore:
     def load_state(self, span: Slice, state: Mapping[str, Any]) -> None:
         """The inverse of `state`; a master that is not in `state` stays.
 
-        A master that does not round to the parameter's value waits for one to which it does. Raises OptimizerError
-        where another component is missing, and where one is of another shape.
+        A master that does not round to the parameter's value waits for a value to which it does. Raises OptimizerError
+        if another component is missing, or has another shape.
         """
         self.synchronize()
         self._agree_on("a state", span)
@@ -203,18 +203,18 @@ class ParameterStore:
                 leave_memory(values.untyped_storage())
 
     def announce(self, what: str, how: str = "") -> None:
-        """Have all ranks do the same next; `RankError` on all where they do not, ahead of any exchange."""
+        """Check that all ranks do the same next, before they exchange anything; `RankError` on all if not."""
         if (ranks := self.tiers.setting.ranks) is not None:
             words = f"{what} in step {self.num_steps + 1}{how}"
             try:
                 compare = ranks.announce(words)
             except RankError:
-                self.tiers.check()  # where it is this rank that has failed, by its own error
+                self.tiers.check()  # if this rank has failed, this raises its own error
                 raise
             self.tiers.lane("net").submit(words, compare)
 
     def _agree_on(self, what: str, span: Slice) -> None:
-        """Raise where not all ranks write a value: each writes what it has of it."""
+        """Raise unless all ranks write the value: each writes its share."""
         if (ranks := self.tiers.setting.ranks) is not None:
             ranks.agree_on(f"{what} of shape {tuple(span.shape)} in unit {span.unit} at {span.offset}")
 
@@ -223,7 +223,7 @@ class ParameterStore:
         raise NotImplementedError
 
     def refuse_masters(self) -> None:
-        """Raise OptimizerError where masters still wait for values that they round to."""
+        """Raise OptimizerError if masters still wait for values that they round to."""
         if self._masters:
             raise OptimizerError(
                 f"the state that was loaded has masters of {len(self._masters)} parameters that do not round to the "
@@ -244,7 +244,7 @@ class ParameterStore:
         return (MASTER, *self.moments_of(span)) if self.tiers.has_master(span) else self.moments_of(span)
 
     def moments_of(self, span: Slice) -> Sequence[str]:
-        """Names of the tensors of a parameter's state but the master."""
+        """Names of the tensors of a parameter's state, without the master."""
         return span.components or self.components
 
     def _mapped(
@@ -255,14 +255,14 @@ class ParameterStore:
 
 
 def as_step(number: int) -> Tensor:
-    """A number of steps as torch's optimizers have it in a state: of a narrow default dtype not all could be told."""
+    """A number of steps as torch's states have it, but in float32 whatever the default dtype: that may be narrow."""
     return torch.tensor(float(number), dtype=torch.float32, device="cpu")
 
 
 def component(state: Mapping[str, Any], name: str, shape: Sequence[int]) -> Tensor | None:
-    """One tensor of a parameter's state, zeros where torch has none yet; None: the master, which may be missing.
+    """One tensor of a parameter's state, zeros if torch has none yet; None: the master, which may be missing.
 
-    Raises OptimizerError where it is of another shape than the parameter, or another component is missing.
+    Raises OptimizerError if it has another shape than the parameter, or another component is missing.
     """
     values = state.get(name)
     if values is None and name == MASTER:
@@ -279,7 +279,7 @@ def component(state: Mapping[str, Any], name: str, shape: Sequence[int]) -> Tens
 
 
 def _stretches(span: Slice, read: Callable[[Slice], Tensor]) -> Callable[[int, int], Tensor]:
-    """What reads the elements of a parameter from one place to another; an encoded one is decoded once, whole."""
+    """A function that reads a range of a parameter's elements; an encoded one is decoded once, as a whole."""
     if span.codec:
         whole = read(span).reshape(-1)
         return lambda start, stop: whole[start:stop]
@@ -287,7 +287,7 @@ def _stretches(span: Slice, read: Callable[[Slice], Tensor]) -> Callable[[int, i
 
 
 def pieces_of(span: Slice, itemsize: int) -> list[Slice]:
-    """A parameter in pieces of CHUNK_NBYTES; an encoded one whole."""
+    """A parameter in pieces of CHUNK_NBYTES; an encoded one as a whole."""
     if span.codec:
         return [span]
     step = CHUNK_NBYTES // itemsize
@@ -295,5 +295,5 @@ def pieces_of(span: Slice, itemsize: int) -> list[Slice]:
 
 
 def _part(values: Tensor, span: Slice, piece: Slice) -> Tensor:
-    """What a piece has of a parameter's values, flat and on the CPU."""
+    """A piece of a parameter's values, flat and on the CPU."""
     return values.detach().reshape(-1).narrow(0, (piece.offset - span.offset) // span.width, piece.numel).cpu()

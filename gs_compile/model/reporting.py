@@ -1,4 +1,4 @@
-"""reporting: the record of a run, made of its plan and its tiers, and the places that the options show it in."""
+"""reporting: the record of a run, from its plan and its tiers, and where the options show it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 def report_on(planning: StepPrograms, tiers: Tiers, num_parameters: int) -> Reporter | None:
-    """What tells of a run from now on, until its tiers are closed; None: nobody wants to know.
+    """The reporter of a run, until its tiers are closed; None: nothing is to be reported.
 
     Of several ranks each has its status file, and the first one has the bar and the page.
     """
@@ -62,9 +62,9 @@ def report_on(planning: StepPrograms, tiers: Tiers, num_parameters: int) -> Repo
 
 
 def tell_what_calls_cost(num_backwards: int, program: Program, placement: Placement) -> None:
-    """Log what one call with the whole batch would save in each step, where the first one has had several backwards.
+    """Log what one call with the whole batch would save in each step, if the first step had several backwards.
 
-    program: of the latest.
+    program: of the latest backward.
     """
     if num_backwards > 1:
         nbytes = sum(nbytes for (_, kind), nbytes in traffic(program, placement).items() if kind in ("w", "dw"))
@@ -91,7 +91,7 @@ def _outlets(planning: StepPrograms, tiers: Tiers) -> Outlets:
     page = options.report if is_first else None
 
     def keeps() -> bool:
-        """Whether a status outlives its run: where a user has asked for it, and beside a commit."""
+        """Whether the status file stays after the run: if the user has asked for one, and beside a commit."""
         return options.status is not None or (store is not None and store.made is not None)
 
     return Outlets(status or entry, page, line if has_line else None, keeps, entry)
@@ -141,7 +141,7 @@ def _about(planning: StepPrograms, tiers: Tiers, num_parameters: int) -> About:
 
 
 def _predicted(plan: StepPlan | None) -> dict[str, Any]:
-    """The plan's figures, where it was simulated: else nothing is measured for it."""
+    """The plan's figures, if it was simulated."""
     if plan is None or not plan.is_solved:
         return {"predicted": {}, "predicted_seconds": float("nan"), "rated_nbytes": 0}
     moved = nested(plan.traffic)

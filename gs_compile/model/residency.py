@@ -1,4 +1,4 @@
-"""residency: where the value of each parameter is, and what the user holds while it is elsewhere.
+"""residency: where the value of each parameter is, and what the parameter is while its value is elsewhere.
 
 resident       in memory, as PyTorch has it
 stashed        detached from the model: in a file that `init_on_storage` has made, or in memory during the first call
@@ -6,8 +6,8 @@ tiered         in a parameter store, the engine of one model
 materialized   in memory for the time of a `materialize`; the store keeps its own
 
 A stashed or tiered parameter is offloaded: it is an `OffloadedParameter`, and its memory is a placeholder with strides
-of 0. Dynamo guards strides. So the backend detaches parameters while their first call is compiled, and has Dynamo guard
-what they are then: the model is compiled once.
+of 0. Dynamo guards strides. So the backend detaches parameters while their first call is compiled, and Dynamo guards
+the placeholders: the model is compiled once.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Shown:
     changes: int  # of the tensor
 
     def is_true(self, tensor: Tensor, version: Any) -> bool:
-        """Whether this, or a view of this, still has the value of that version."""
+        """Whether `tensor`, which is this one or a view of it, still has the value of that version."""
         values = self.values()
         known = values is not None and shares_memory(values, tensor)
         return known and (version, changes(tensor)) == (self.version, self.changes)
@@ -68,7 +68,7 @@ class Shown:
 
 @dataclass(eq=False)
 class Residency:
-    """Where one parameter's value is. An attribute of the parameter, so that both end together."""
+    """Where one parameter's value is. It is an attribute of the parameter, so that both end together."""
 
     optimizer: weakref.ref[Any] | None = None  # of this package, made for the parameter
     home: Home | None = None
@@ -80,31 +80,31 @@ class Residency:
     kind: type = nn.Parameter  # of the resident parameter
     is_materialized: bool = False
     shown: dict[tuple[torch.device, bool], Shown] = field(default_factory=dict)  # by device, and whether read in place
-    left: list[weakref.ref[Tensor]] = field(default_factory=list)  # were shown until it was given other memory
+    left: list[weakref.ref[Tensor]] = field(default_factory=list)  # were shown before ``parameter.data = values``
     given: list[Given] = field(default_factory=list)  # to state dicts, and not overwritten since
-    num_replaced: int = 0  # how often it was: ``parameter.data = values``
-    reader: Reader | None = None  # for the time of an evaluation
-    num_writes: int = 0  # of values that somebody has given
-    warned_of: str = ""  # why an evaluation has read the value as plain PyTorch does
-    name: str = ""  # of a resident parameter that ranks share: the same on all
+    num_replaced: int = 0  # how often ``parameter.data = values`` was called
+    reader: Reader | None = None  # during an evaluation
+    num_writes: int = 0  # by the user
+    warned_of: str = ""  # the reason for which an evaluation did not run in layers, once the user was warned
+    name: str = ""  # of a resident parameter of several ranks: the same on all
     ranks: tuple[Ranks | None] | None = None  # over which a resident parameter's gradient is averaged, once known
-    refusal: Callable[[], Any] | None = None  # gives what raises where the value is used that a commit is to replace
+    refusal: Callable[[], Any] | None = None  # returns what raises if the value is used before a commit replaces it
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of a parameter has a value of its own
 
     @property
     def tiered(self) -> Home | None:
-        """Where the value is, while that store is open."""
+        """The home of the value, while its store is open."""
         return None if self.home is None or self.home.store.closed else self.home
 
     def trained_span(self, store: ParameterStore) -> Slice | None:
-        """Where a store has the parameter, if it trains it."""
+        """The parameter's span in a store, if that trains it."""
         home = self.home if self.is_trained else None
         return home.span if home is not None and home.store is store else None
 
     def stashed_value(self, parameter: Tensor) -> Tensor:
-        """The value of a stashed parameter: read from storage where it is touched."""
+        """The value of a stashed parameter, read from storage when it is used."""
         if self.stash is None:
             raise ReleasedParameterError(_lost(parameter, self.home.store.tiers if self.home else None))
         return self.stash
@@ -122,13 +122,13 @@ class Residency:
         return values if master else values.to(parameter.dtype)
 
     def as_stashed(self, parameter: Tensor, stash: Tensor) -> Tensor | Encoded:
-        """What a whole stash of the parameter is the value of."""
+        """The value that a whole stash of the parameter holds, which may be encoded."""
         if not self.codec:
             return stash
         return Encoded(CODECS[self.codec], stash, tuple(parameter.shape), parameter.dtype)
 
     def rows(self, parameter: Tensor) -> Tensor:
-        """The value as state dicts have it: under ranks a DTensor, of which this one has some rows."""
+        """The value as state dicts have it: with several ranks a DTensor, sharded by rows."""
         if (home := self.tiered) is not None and home.store.mesh is not None:
             return home.store.rows(home.span)
         if home is None and isinstance(self.stash, DTensor):  # never of what is encoded
@@ -141,7 +141,7 @@ class Residency:
         return values
 
     def refuse_lost(self, parameter: Tensor) -> None:
-        """Raise ReleasedParameterError, once, where somebody has changed a value in a state dict, not the parameter."""
+        """Raise ReleasedParameterError, once, if the script has changed a state dict's copy, and not the parameter."""
         if any(each.is_changed for each in self.given):
             self.given = []
             raise ReleasedParameterError(
@@ -152,27 +152,27 @@ class Residency:
             )
 
     def check(self) -> None:
-        """Raise StepOrderError where the value is still to come from a commit."""
+        """Raise StepOrderError if the value still has to come from a commit."""
         if self.refusal is not None and (refuse := self.refusal()) is not None:
             refuse()
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """Of the ranks that have some rows each of what state dicts hold; None: this one has all."""
+        """The mesh of the ranks that share the rows of tensors in state dicts; None: this rank has whole tensors."""
         if self.tiered is not None:
             return self.tiered.store.mesh
         return self.stash.device_mesh if isinstance(self.stash, DTensor) else None
 
     def master_dtype(self, parameter: Tensor) -> torch.dtype:
-        """The dtype of `value` where it is asked for with `master`."""
+        """The dtype of `value` with `master`."""
         if (home := self.tiered) is not None:
             return home.store.tiers.dtype(home.span, master=True)
         return parameter.dtype if self.codec else self.stashed_value(parameter).dtype
 
     def shown_value(self, parameter: Tensor, device: torch.device, *, is_own: bool = False) -> Tensor:
-        """`value` on a device; the same tensor again while it is in use and true, so that tied entries stay tied.
+        """`value` on a device; the same tensor again while it is in use and unchanged, so that tied entries stay tied.
 
-        is_own: what later steps do not change, also where an evaluation reads values where they live.
+        is_own: a copy that later steps do not change, even if an evaluation reads values where they live.
         """
         reader = None if is_own or self.tiered is None else self.reader
         known = self.shown.get((device, reader is not None))
@@ -191,13 +191,13 @@ class Residency:
         return any(each.is_true(values, self._state) for each in self.shown.values())
 
     def forget(self, values: Tensor) -> None:
-        """A tensor of `shown_value` has no memory of its own from now on."""
+        """A tensor of `shown_value` has become an alias, without memory of its own."""
         self.shown = {where: each for where, each in self.shown.items() if each.values() is not values}
 
     def copied(self, parameter: Tensor) -> nn.Parameter | None:
-        """Another parameter with the value in a file beside, before the first call; None after it.
+        """Another parameter with the value in a file of its own, before the first call; None after it.
 
-        A copy of what is encoded is not, as it may be trained.
+        The copy of an encoded parameter is not encoded, as it may be trained.
         """
         self.check()
         if self.stash is None or self.folder is None or self.tiered is not None:
@@ -209,10 +209,10 @@ class Residency:
         return copied
 
     def write(self, parameter: Tensor, values: Tensor) -> None:
-        """Give an offloaded parameter another value; `values` of `shown_value` that have changed stay true.
+        """Give an offloaded parameter another value, for example that of a tensor of `shown_value` that was changed.
 
-        What is encoded takes values that are not its own in its codec, with a `RuntimeWarning`. All is written, as by
-        torch, also where a signal comes; but on ranks, which would have to write together.
+        An encoded parameter encodes other values, with a `RuntimeWarning`. The write is completed, as in torch, even if
+        a signal comes; except on ranks, which would have to write together.
         """
         in_full(partial(self._write, parameter, values), self.tiered and self.tiered.store)
 
@@ -235,8 +235,8 @@ class Residency:
                 self._show(shown, is_read)
 
     def replace(self, parameter: Tensor, values: Tensor) -> None:
-        """Write values for ``parameter.data = values``: what was shown in other memory keeps its own, as in torch, and
-        is shown again where it is given back.
+        """Write values for ``parameter.data = values``: tensors that were shown before keep their memory, as in torch,
+        and are shown again if they are assigned again.
         """
         is_shown = self.is_shown(values)
         if is_shown and values.stride() == self.shown_value(parameter, values.device).stride():
@@ -257,17 +257,17 @@ class Residency:
         in_full(take, self.tiered and self.tiered.store)
 
     def has_left(self, values: Tensor) -> bool:
-        """Whether a tensor was one of `shown_value`, or a view of one, until the parameter was given other memory."""
+        """Whether a tensor was one of `shown_value`, or a view of one, before ``parameter.data = values``."""
         return any((own := each()) is not None and shares_memory(own, values) for each in self.left)
 
     def _is_stash(self, values: Tensor) -> bool:
-        """Whether a tensor is the memory that is written to."""
+        """Whether a tensor shares the memory of the stash."""
         return self.stash is not None and shares_memory(self.stash, values)
 
     def add_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Add a gradient from outside of the compiled model to that model's own.
+        """Add a gradient from outside of the compiled model to the model's own.
 
-        Raises `ReleasedParameterError` where updates do not wait for it, or there are none.
+        Raises `ReleasedParameterError` if updates do not wait for it, or there are none.
         """
         if self.tiered is None or not self.is_trained:
             raise ReleasedParameterError(
@@ -278,16 +278,16 @@ class Residency:
 
     @property
     def _state(self) -> Any:
-        """Another one whenever the value has changed."""
+        """An object that differs once the value has changed."""
         return self.num_writes, self.home and self.home.store.num_steps
 
     def _show(self, values: Tensor, is_read: bool) -> None:
         self.shown[values.device, is_read] = Shown(weakref.ref(values), self._state, changes(values))
 
     def convert(self, parameter: Tensor, dtype: torch.dtype, device: torch.device) -> None:
-        """Have the model compute with the parameter in another dtype or on another device, before its first call.
+        """The model computes with the parameter in another dtype or on another device, before its first call.
 
-        After it, reads of the parameter go to another device; the compiled model stays where it is.
+        After that, only reads of the parameter go to another device; the compiled model stays where it is.
         """
         if self.tiered is not None and dtype == parameter.dtype:
             self.release(parameter, dtype, device)
@@ -319,7 +319,7 @@ class Residency:
         device: torch.device | None = None,
         shape: torch.Size | None = None,
     ) -> None:
-        """Put a placeholder of that dtype, on that device, in the place of the parameter's memory."""
+        """Replace the parameter's memory by a placeholder of that dtype, on that device."""
         shape = parameter.shape if shape is None else shape
         self.set_data(parameter, placeholder(shape, dtype, device or parameter.device))
         parameter.__class__ = OffloadedParameter
@@ -331,7 +331,7 @@ class Residency:
 
 
 def _lost(parameter: Tensor, tiers: Tiers | None) -> str:
-    """How a value was lost, and what there is to go on from."""
+    """How a value was lost, and from what the run can continue."""
     failed, store = tiers and tiers.failure.first, tiers and tiers.setting.store
     made = store and store.made
     left = COMMITTED.format(made.run, made.step, store.drives[0].folder.parent) if store and made else SAVED
@@ -348,7 +348,7 @@ def residency_of(parameter: Tensor) -> Residency:
 
 
 def refuse_lost(arguments: Iterable[Any]) -> None:
-    """Raise ReleasedParameterError for parameters among arguments as `Residency.refuse_lost` does."""
+    """Raise ReleasedParameterError as `Residency.refuse_lost`, for the parameters among some arguments."""
     for parameter in arguments:
         if isinstance(parameter, nn.Parameter):
             residency_of(parameter).refuse_lost(parameter)
@@ -360,7 +360,7 @@ def is_offloaded(parameter: Tensor) -> bool:
 
 
 def for_evaluation(parameter: Tensor) -> Tensor:
-    """What an evaluation reads: one that the run does not have, in memory or stashed, is read as a buffer is."""
+    """A parameter as an evaluation reads it: one that is not on the tiers, in memory or stashed, as a buffer is."""
     if not is_offloaded(parameter):
         return parameter.detach()
     residency = residency_of(parameter)
@@ -383,26 +383,26 @@ def stash(
 
 
 def await_value(parameter: Tensor, refusal: Callable[[], Any]) -> Callable[[], None]:
-    """Stash a parameter, and call what `refusal` gives where its value is used, until what is returned is called."""
+    """Stash a parameter, and call the result of `refusal` if its value is used. The function returned ends this."""
     if not is_offloaded(parameter):
         stash(parameter)
     residency = residency_of(parameter)
     residency.refusal = refusal
-    residency.num_writes += 1  # views that were taken before are of another value
+    residency.num_writes += 1  # views that were taken before have another value
     return partial(setattr, residency, "refusal", None)
 
 
 def adopt(parameter: Tensor, store: ParameterStore, span: Slice, first: Tensor | None) -> None:
-    """The store has the value of a stashed parameter now; `first` is the same, and its place if the store fails."""
+    """The store has the value of a stashed parameter now; `first` keeps it, in case the store fails."""
     residency = residency_of(parameter)
     residency.home, residency.stash = Home(store, span), first
     residency.is_trained = parameter.requires_grad
 
 
 def bring_out(store: ParameterStore, parameter: Tensor, span: Slice) -> None:
-    """Put the value of a parameter, its master if it has one, to a file beside the store that has it.
+    """Copy the value of a parameter, or its master if it has one, from its store to a file.
 
-    What is encoded stays so, unless it is to be trained.
+    An encoded value stays encoded, unless it is to be trained.
     """
     residency = residency_of(parameter)
     stored = None if parameter.requires_grad else store.encoded(span)
@@ -412,12 +412,12 @@ def bring_out(store: ParameterStore, parameter: Tensor, span: Slice) -> None:
 
 
 def hand_back(parameter: Tensor) -> None:
-    """Take a value out of a store that failed at its start, or made way: the parameter is stashed again."""
+    """Stash a parameter again whose store failed at its start, or was replaced by another."""
     residency_of(parameter).home = None
 
 
 def roll_back(arguments: Iterable[Any]) -> None:
-    """After a first call that failed: parameters that were resident before are so again, and have their dtype."""
+    """After a first call that failed, make parameters resident again that were so before, in their dtype."""
     for parameter in arguments:
         residency = residency_of(parameter) if is_offloaded(parameter) else None
         if residency is None or residency.stash is None or residency.tiered is not None:
@@ -438,7 +438,9 @@ def restore(parameter: Tensor, values: Tensor) -> None:
 
 
 def bring_back(tensors: Iterable[Tensor]) -> bool:
-    """Make stashed parameters resident to which gradients of some tensors come, as no store trains them: any was so."""
+    """Make stashed parameters resident that get gradients of these tensors, as no store trains them. Returns whether
+    there were any.
+    """
     found = [each for each in read_for(tensors) if residency_of(each).tiered is None]
     for parameter in found:
         restore(parameter, residency_of(parameter).value(parameter).to(parameter.device, copy=True))
@@ -447,7 +449,7 @@ def bring_back(tensors: Iterable[Tensor]) -> bool:
 
 @contextmanager
 def as_masters(parameter: Tensor) -> Iterator[None]:
-    """An offloaded parameter is seen in the dtype of its master."""
+    """Inside the block, an offloaded parameter has the dtype of its master."""
     residency, dtype = residency_of(parameter), parameter.dtype
     residency.release(parameter, residency.master_dtype(parameter))
     try:
@@ -458,16 +460,16 @@ def as_masters(parameter: Tensor) -> Iterator[None]:
 
 @contextmanager
 def materialized(parameter: Tensor, *, master: bool) -> Iterator[None]:
-    """An offloaded parameter, materialized."""
+    """Inside the block, an offloaded parameter is materialized."""
     residency, dtype, shape = residency_of(parameter), parameter.dtype, parameter.shape
 
     def put_away() -> None:
         residency.is_materialized = False
-        residency.release(parameter, dtype, shape=shape)  # a script may have given it another one
+        residency.release(parameter, dtype, shape=shape)  # the script may have changed its shape
 
     try:
         residency.set_data(parameter, residency.value(parameter, master=master).to(parameter.device))
         residency.is_materialized = True
         yield
     finally:
-        in_full(put_away)  # half of it would leave a parameter in memory that has not its value
+        in_full(put_away)  # half of it would leave a parameter in memory with another value than its own

@@ -1,10 +1,10 @@
-"""resume: training goes on from the last durable step, in a new process; and batches that follow from the step alone.
+"""resume: continue training from the last durable step, in a new process; and batches that follow from the step alone.
 
     run = gs_compile.resume(model, optimizer, storage="/mnt/nvme0/me", scheduler=scheduler)
     for batch in DataLoader(data, batch_sampler=gs_compile.StepSampler(len(data), 8, start=run.step)):
         ...
 
-Each part is of use alone: `resume` takes any loader, and `StepSampler` any loop.
+Each can be used alone: `resume` works with any loader, and `StepSampler` with any loop.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def resume(
 
 
 def _check_states(former: Manifest, given: Set[str], every: Set[str]) -> None:
-    """Raise ResumeError where a commit has none of a state that is given, or one that is not among `every` known."""
+    """Raise ResumeError if a commit lacks a given state, or has one that is not among `every` known one."""
     if missing := sorted(given - former.states.keys()):
         known = ", ".join(sorted(former.states)) or "none"
         raise ResumeError(f"the commit of step {former.step} has no state of {', '.join(missing)}; it has {known}")
@@ -127,7 +127,7 @@ def _check(optimizer: Any) -> None:
 
 
 def last_of(options: Options) -> Manifest | None:
-    """The last commit in `storage` that this process has, or of several ranks all have."""
+    """The last commit in `storage` that this process has, or, with several ranks, that all have."""
     team = team_of(options)
     left = commits_in(map(folder_in, options.storage), prepared=team is not None)
     return newest_of(left, partial(gathered, team) if team else None)

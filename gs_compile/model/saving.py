@@ -1,4 +1,4 @@
-"""saving: `model.save_pretrained` of transformers on several ranks, whose state dicts have DTensors."""
+"""saving: `model.save_pretrained` of transformers on several ranks, where state dicts have DTensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GATHER = "gather_sharded_state_dict_for_save"  # of transformers' models: makes
 
 
 def gather_when_saved() -> None:
-    """Have transformers, if it is imported, gather what ranks share, as it gathers what its own ways have sharded."""
+    """Make transformers, if it is imported, gather what ranks share, as it gathers what it has sharded itself."""
     module = sys.modules.get("transformers.distributed.mixin")
     for kind in vars(module).values() if module else ():
         original = vars(kind).get(_GATHER) if isinstance(kind, type) else None
@@ -38,9 +38,9 @@ def _gathering(original: Any) -> Any:
 
 
 def _whole(model: nn.Module, state: Mapping[str, Any], *, is_kept: bool) -> dict[str, Any]:
-    """A state dict with whole values, which all ranks read in the same order; of tied entries one value.
+    """A state dict with whole values, which all ranks read in the same order; tied entries have one value.
 
-    They are mapped from files, so that no memory has to have all of them.
+    The values are mapped from files, so that memory need not hold all of them.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     known: dict[nn.Parameter, torch.Tensor | None] = {}

@@ -1,4 +1,4 @@
-"""settings: what optimizers of this package refuse to be given."""
+"""settings: checks of what optimizers of this package are given."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FOLLOWED = {("AdamW", "decoupled_weight_decay")}  # param groups of torch's Adam
 
 
 def check_torch_settings(name: str, given: Mapping[str, Any]) -> None:
-    """Pass over the settings that say how torch's optimizer computes. Raises OptimizerError where they change what."""
+    """Accept settings that say how torch's optimizer computes; OptimizerError if they change what it computes."""
     for key in given:
         if key not in HOW_TORCH_COMPUTES + OTHER_RULES:
             raise TypeError(f"{name}.__init__() got an unexpected keyword argument {key!r}")
@@ -28,7 +28,7 @@ def check_torch_settings(name: str, given: Mapping[str, Any]) -> None:
 
 
 def check_settings(name: str, keys: Iterable[str], group: Mapping[str, Any]) -> None:
-    """Raise OptimizerError for settings, of the names `keys`, that are no numbers, or out of range."""
+    """Raise OptimizerError for settings, with the names `keys`, that are not numbers, or out of range."""
     refuse_other_rules(name, group)
     for key in keys:
         for number in group[key] if isinstance(group[key], tuple | list) else (group[key],):
@@ -45,7 +45,7 @@ def check_settings(name: str, keys: Iterable[str], group: Mapping[str, Any]) -> 
 
 
 def check_norm(max_grad_norm: float | None, placement: Placement | None) -> None:
-    """Raise OptimizerError for a norm that cannot be clipped by. placement: of the run, once there is one."""
+    """Raise OptimizerError for an invalid `max_grad_norm`. placement: of the run, once there is one."""
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise OptimizerError(f"max_grad_norm must be more than 0; got {max_grad_norm}")
     if max_grad_norm is not None and placement is not None and not placement.clip:
@@ -56,7 +56,7 @@ def check_norm(max_grad_norm: float | None, placement: Placement | None) -> None
 
 
 def check_groups(now: Mapping[torch.Tensor, int], before: Mapping[torch.Tensor, int]) -> None:
-    """Raise OptimizerError where param groups have other parameters than at the first call, which settles updates."""
+    """Raise OptimizerError if param groups have other parameters than at the first call, which settles updates."""
     for parameter in now.keys() | before.keys():
         if now.get(parameter) != before.get(parameter):
             words = [f"in param group {each[parameter]}" if parameter in each else "in none" for each in (before, now)]
@@ -69,14 +69,14 @@ def check_groups(now: Mapping[torch.Tensor, int], before: Mapping[torch.Tensor, 
 
 
 def refuse_other_rules(name: str, given: Mapping[str, Any]) -> None:
-    """Raise OptimizerError for settings that change what torch's optimizer computes, and that none here follows."""
+    """Raise OptimizerError for settings that change what torch's optimizer computes, and are not supported here."""
     for key in OTHER_RULES:
         if given.get(key) and (name, key) not in FOLLOWED:
             raise OptimizerError(f"{name}: {key} is not supported by greedysnake's optimizers; leave it out")
 
 
 def check_kind(parameter: torch.Tensor) -> None:
-    """Raise OptimizerError for a parameter that has no memory of its own, as DTensors and weights of torchao."""
+    """Raise OptimizerError for a parameter without memory of its own, such as DTensors and weights of torchao."""
     if hasattr(parameter, "__tensor_flatten__"):
         raise OptimizerError(
             f"a parameter of shape {tuple(parameter.shape)} is a {type(parameter).__name__}, which is made of other "
@@ -98,7 +98,7 @@ def check_parameter(parameter: torch.Tensor) -> None:
 
 
 def check_state_dtype(state_dtype: Any) -> StateType:
-    """What an optimizer is to store moments in. Raises OptimizerError for what it cannot."""
+    """The type in which an optimizer stores moments. Raises OptimizerError for one that is not supported."""
     if state_dtype not in (None, torch.float32, torch.bfloat16, "8bit"):
         raise OptimizerError(f'state_dtype must be None, torch.float32, torch.bfloat16 or "8bit"; got {state_dtype!r}')
     found: StateType = state_dtype

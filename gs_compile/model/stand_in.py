@@ -1,4 +1,4 @@
-"""stand_in: tensors that stand for others, which torch's functions are applied to."""
+"""stand_in: tensors that stand for other tensors, to which torch's functions are then applied."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from gs_compile.errors import SharedMemoryWarning
 
 
 class StandIn(Tensor):
-    """A tensor that stands for another one: `applied` gives functions that one, and their callers what it gives."""
+    """A tensor that stands for another one: `applied` passes that one to functions, and returns what callers get."""
 
     def taken(self, name: str = "") -> Tensor:
-        """What a function of that name takes it for; "pickle": whatever pickles it."""
+        """The tensor that a function of that name gets instead; "pickle": for any code that pickles it."""
         raise NotImplementedError
 
     def changed(self, taken: Tensor) -> None:
-        """Called when what `taken` has given was changed in place."""
+        """Called when the result of `taken` was changed in place."""
 
     def seen(self, result: Tensor, taken: Tensor) -> Tensor:
-        """What the caller gets of a function's result that is a view of what `taken` has given."""
+        """What the caller gets if a function's result is a view of the result of `taken`."""
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.taken("pickle").__reduce_ex__(protocol)
 
 
-Used = list[tuple[StandIn, Tensor, int]]  # what was taken for it, and its changes until then
+Used = list[tuple[StandIn, Tensor, int]]  # what was taken for each, and its version then
 
 
 def applied(
     kind: type[StandIn], function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], used: Used | None = None
 ) -> Any:
-    """The function's result for what all arguments of a kind stand for; `used` is filled ahead of it."""
+    """The function's result for the tensors that arguments stand for; `used` is filled before the call."""
     used = [] if used is None else used
 
     def take(each: StandIn) -> Tensor:
@@ -66,7 +66,7 @@ def _seen(result: Tensor, used: Used) -> Tensor:
 
 
 def shares_memory(first: Tensor, second: Tensor) -> bool:
-    """Whether one is a view of the other, or both of a third tensor; of what has no memory of its own none is."""
+    """Whether one is a view of the other, or both of a third tensor; False if one has no memory of its own."""
     if first.layout is not torch.strided or DTensor in (type(first), type(second)):
         return False
     return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr() != 0
@@ -78,7 +78,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def warn_of_two(shape: Sequence[int]) -> None:
-    """Say that two parameters on the tiers share no memory, as they would by ``parameter.data = other.data``."""
+    """Warn that two parameters on the tiers share no memory, although ``parameter.data = other.data`` asks for it."""
     warnings.warn(
         f"a parameter of shape {tuple(shape)} on the tiers is given the memory of another one (parameter.data = "
         "other.data), but each has its own there: it gets the values of now, and what changes one from now on does not "

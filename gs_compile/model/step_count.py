@@ -1,4 +1,4 @@
-"""step_count: how many steps were taken, and how many of them each parameter missed, as a frozen one does."""
+"""step_count: how many steps were taken, and how many of them each parameter missed, for example as it was frozen."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from gs_compile.model.parameter_store import as_step
 
 
 class StepCount:
-    """The steps that an optimizer has taken; parameters of equal counts show one tensor, which counts with them."""
+    """The steps that an optimizer has taken; parameters with equal counts share one tensor that shows the count."""
 
     def __init__(self) -> None:
         self.taken = 0
-        self.read: int | None = None  # by the user before the first call, which may go on from another number
+        self.read: int | None = None  # by the user, before the first call, which may resume at another number
         self._missed: Mapping[torch.Tensor, int] = {}
         self._shown: dict[int, torch.Tensor] = {}  # by the steps that were missed
 
     @property
     def missed(self) -> Mapping[torch.Tensor, int]:
-        """The steps that parameters did not take part in, of those that missed any."""
+        """The number of steps that each parameter has missed, for those that missed any."""
         return self._missed
 
     @missed.setter
@@ -29,7 +29,7 @@ class StepCount:
         self._shown = {number: shown for number, shown in self._shown.items() if number in {0, *missed.values()}}
 
     def become(self, taken: int) -> None:
-        """Have so many steps taken, and show them."""
+        """Set the number of steps taken, and show it."""
         self.taken = taken
         for missed, shown in self._shown.items():
             shown.fill_(taken - missed)
@@ -39,6 +39,6 @@ class StepCount:
         return self.taken - self._missed.get(parameter, 0)
 
     def shown(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The steps that a parameter has taken part in, as `state` shows them: one tensor for all of one count."""
+        """The same as a tensor for `state`: one for all parameters with the same count."""
         taken = self.of(parameter)
         return self._shown.setdefault(self.taken - taken, as_step(taken))

@@ -5,10 +5,10 @@
                 [2] pages of the tensors that were used longest ago leave memory
     its model   [3] the value of each parameter is stashed in its file; a placeholder stands for it
 
-Nothing is recorded and replayed: each random number is drawn by torch's own code, in its own order, into the very
-tensor it was meant for. So the values are those of ordinary construction bit for bit, whatever the initialiser does:
-views, copies, arithmetic, reading a value, even numpy. A mapped tensor is an ordinary tensor of which the kernel holds
-as much in memory as it is used.
+Nothing is recorded and replayed: torch's own code draws each random number, in its own order, into the tensor for which
+it is meant. So the values are bitwise those of ordinary construction, whatever the initialiser does: views, copies,
+arithmetic, reading a value, even numpy. A mapped tensor is an ordinary tensor of which the kernel keeps in memory what
+is in use.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from gs_compile.options import Options
 from gs_compile.runtime.groups import mesh_of, team_of
 from gs_compile.runtime.stream import is_in_host_memory
 
-CACHE_NBYTES = 256 << 20  # of mapped tensors in memory: a layer's usual weights are drawn, scaled and copied in it
+CACHE_NBYTES = 256 << 20  # of mapped tensors in memory: enough to draw, scale and copy a layer's usual weights
 
 aten = torch.ops.aten
 _UNINITIALISED = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided)
@@ -78,9 +78,9 @@ def init_on_storage(
 
 
 def offload(model: nn.Module, files: NewTensorsInFiles, group: Any) -> list[str]:
-    """Offload the parameters of a model that was built within `files`; group, and what it raises: of `init_on_storage`.
+    """Offload the parameters of a model that was built within `files`; group and errors: see `init_on_storage`.
 
-    Returns the names of those whose values were not in files, and are now.
+    Returns the names of those whose values were not in files before.
     """
     parameters = {name: each for name, each in model.named_parameters() if not is_offloaded(each)}
     buffers = dict(model.named_buffers())
@@ -100,15 +100,15 @@ def offload(model: nn.Module, files: NewTensorsInFiles, group: Any) -> list[str]
 
 
 class NewTensorsInFiles(TorchDispatchMode):
-    """Every large new tensor lives in a file, and only those used last are in memory: `cache_nbytes` of them."""
+    """Every large new tensor is in a file, of which only those used last are in memory: `cache_nbytes` of them."""
 
     def __init__(self, folder: Path, cache_nbytes: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.folder = folder
         self.cache_nbytes = CACHE_NBYTES if cache_nbytes is None else cache_nbytes
         self._is_aside = False
-        self.left_nbytes = 0  # in the heap, of what is in files now
-        self.recent: OrderedDict[int, torch.UntypedStorage] = OrderedDict()  # by address; what was used last is last
+        self.left_nbytes = 0  # bytes that tensors have left in the heap when they went to files
+        self.recent: OrderedDict[int, torch.UntypedStorage] = OrderedDict()  # by address; the last one was used last
 
     def __torch_dispatch__(
         self, operation: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -153,19 +153,19 @@ class NewTensorsInFiles(TorchDispatchMode):
             self._is_aside = False
 
     def drop_pages(self, *, down_to_nbytes: int) -> None:
-        """[2] The kernel writes them to the file when it wants to; they are no memory of this process any more."""
+        """[2] Drop pages from this process's memory; the kernel writes them to the file when it wants to."""
         while sum(storage.nbytes() for storage in self.recent.values()) > down_to_nbytes:
             leave_memory(self.recent.popitem(last=False)[1])
 
     def _trim(self, nbytes: int) -> None:
-        """Note what an operation has made in memory before it went to files; the heap gives such back now and then."""
+        """Note bytes that an operation has made in memory before they went to files; now and then, trim the heap."""
         self.left_nbytes += nbytes
         if self.left_nbytes > self.cache_nbytes // 4:
             trim()
             self.left_nbytes = 0
 
     def _touch(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Note that they are used; what was used longest ago makes room."""
+        """Note that these are used; pages of those used longest ago leave memory."""
         for tensor in filter(_in_file, tensors):
             self.recent[address(tensor)] = tensor.untyped_storage()
             self.recent.move_to_end(address(tensor))
@@ -184,7 +184,7 @@ def _refuse_resize(operation: Any, args: tuple[Any, ...]) -> None:
 
 
 def _is_plain(value: object) -> bool:
-    """A tensor with memory of its own on the CPU."""
+    """Whether it is a tensor with memory of its own on the CPU."""
     return is_plain(value) and is_in_host_memory(value)
 
 
@@ -193,7 +193,7 @@ def _in_file(tensor: torch.Tensor) -> bool:
 
 
 def _alias(tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) -> torch.Tensor:
-    """A tensor of its own that sees `storage` (by default the same) as `tensor` does; autograd knows of no relation."""
+    """A new tensor on `storage` (by default the same one) with the layout of `tensor`, unrelated for autograd."""
     storage = tensor.untyped_storage() if storage is None else storage
     empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
     return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
@@ -203,7 +203,7 @@ def _alias(tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) ->
 
 
 def _stash_all(parameters: dict[str, nn.Parameter], files: NewTensorsInFiles) -> list[str]:
-    """Stash the values of parameters in their files; those that are elsewhere, which it names, in new ones."""
+    """Stash the values of parameters in their files. Values that are in none go to new files; returns their names."""
     resident = [
         name
         for name, each in parameters.items()
@@ -219,7 +219,7 @@ def _stash_all(parameters: dict[str, nn.Parameter], files: NewTensorsInFiles) ->
 
 
 def _share(parameters: dict[str, nn.Parameter], folder: Path, group: Any) -> None:
-    """Where there are several ranks, each keeps its rows of what the first has drawn."""
+    """With several ranks, each keeps its rows of the values that the first has drawn."""
     team = team_of(Options(group=group))
     if team is None:
         return
@@ -242,7 +242,7 @@ def _share(parameters: dict[str, nn.Parameter], folder: Path, group: Any) -> Non
 
 
 def _check(name: str, parameter: torch.Tensor) -> None:
-    """The parameter's values can be kept in a file; InitialisationError if not."""
+    """Raise InitialisationError if the parameter's values cannot be in a file."""
     if is_lazy(parameter):
         fault, remedy = "has no shape yet", "Give the module its sizes instead of a lazy one"
     elif not is_in_host_memory(parameter):
@@ -255,7 +255,7 @@ def _check(name: str, parameter: torch.Tensor) -> None:
 
 
 def _check_apart(parameters: dict[str, nn.Parameter], buffers: dict[str, torch.Tensor]) -> None:
-    """No parameter shares memory with another one or a buffer: once in files, they would part."""
+    """Raise if a parameter shares memory with another one or a buffer: in files they would not."""
     tensors = {name: each for name, each in {**buffers, **parameters}.items() if _is_plain(each)}
     if found := overlapping(tensors, lambda *names: not parameters.keys().isdisjoint(names)):
         raise InitialisationError(

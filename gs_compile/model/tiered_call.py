@@ -1,4 +1,4 @@
-"""tiered_call: a call of a model whose parameters are on the tiers: their gradients go to updates, and nowhere else."""
+"""tiered_call: a call of a model whose parameters are on the tiers: their gradients go to updates only."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class TieredCall(Call):
     """A call whose parameters are in an engine."""
 
     engine: Engine
-    random: Mapping[str, str] | None  # the state that it has found, where steps are durable
+    random: Mapping[str, str] | None  # the random state at its beginning, if steps are durable
     executor: TieredExecutor = field(init=False, repr=False)
-    changes: Sequence[Any] = field(init=False, default=())  # as of `_changes`, when the forward of a first step ran
+    changes: Sequence[Any] = field(init=False, default=())  # the result of `_changes` at the forward of a first step
 
     def forward(self) -> list[torch.Tensor]:
         durable = self.engine.durable
@@ -51,7 +51,7 @@ class TieredCall(Call):
         return executor
 
     def _executor(self) -> TieredExecutor:
-        """The engine's executor of this call. The engine may be another one from now on: see `first_step`."""
+        """The engine's executor of this call. `self.engine` may be another one afterwards: see `first_step`."""
         self.engine.announce("the forward" if self.training else "an evaluation")
         self.engine = self.engine.first_step.engine_for_forward(self.engine, self)
         try:
@@ -61,7 +61,7 @@ class TieredCall(Call):
         return self.engine.begin(self, self._inputs())
 
     def _inputs(self) -> dict[Value, Any]:
-        """The batch by micro-batch, and what each unit reads that is not on the tiers."""
+        """The batch by micro-batch, and each unit's inputs that are not on the tiers."""
         inputs = super()._inputs()
         for value in [value for value in inputs if value.kind == "w"]:
             read = inputs.pop(value)
@@ -76,7 +76,7 @@ class TieredCall(Call):
 
     @property
     def _changes(self) -> list[Any]:
-        """Of each argument what is another one where it was changed in place, or given another value as a parameter."""
+        """For each argument an object that differs once it was changed in place, or a parameter got another value."""
         tensors = (arg for arg in self.args if isinstance(arg, torch.Tensor))
         return [residency_of(each).num_writes if is_offloaded(each) else state_of(each) for each in tensors]
 
@@ -127,10 +127,10 @@ class TieredCall(Call):
         super()._forward_again()
 
     def _look_at_parameters(self) -> None:
-        """Add what somebody has put in `.grad`, as torch adds to it.
+        """Add what the script has put in `.grad`, as torch's backward would.
 
-        Raises `StepOrderError` where a parameter was frozen since the forward, and as `refuse_left` where updates would
-        run before anybody could zero what is left.
+        Raises `StepOrderError` if a parameter was frozen since the forward, and as `refuse_left` if updates would run
+        before the script could zero old gradients.
         """
         trained = list(filter(is_offloaded, self.trained))
         with without_overrides():
@@ -146,11 +146,11 @@ class TieredCall(Call):
         take_given(trained)
 
     def _refuse_scaled(self, gradients: Gradients) -> None:
-        """Raise `OptimizerError` for gradients of which updates cannot be made.
+        """Raise `OptimizerError` for gradients that a GradScaler has scaled.
 
-        A GradScaler multiplies the loss, and updates run before it could divide again. A scaled loss looks like any
-        other that the user has multiplied, or computed outside of the model. So where the factor may be a scale, which
-        is more than 1, the scalers are looked up among all objects; once for each factor.
+        It multiplies the loss, and updates would run before it could divide again. A scaled loss looks like one that
+        the user has multiplied, or computed outside of the model. So if the factor is more than 1, and may be a scale,
+        all objects are searched for scalers, once for each factor.
         """
         gradient = self.outputs.loss_gradient(gradients)
         factor = math.inf if gradient is None else float(gradient)
@@ -167,7 +167,7 @@ class TieredCall(Call):
         self.engine.accepted_factor = factor
 
     def move_to(self, engine: Engine) -> None:
-        """Run the forward once more, on another engine; raises `StepOrderError` where its inputs have changed."""
+        """Run the forward once more, on another engine; raises `StepOrderError` if its inputs have changed."""
         if self.changes != self._changes:
             raise StepOrderError(
                 "the first step of this run has several backwards, but the inputs of its first call were changed in "

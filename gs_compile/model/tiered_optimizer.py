@@ -1,11 +1,11 @@
 """tiered_optimizer: the base of this package's optimizers.
 
-They are torch optimizers to everyone else: param groups, schedulers, hooks and state dicts work. The difference is
-when and where they work: the backend updates each unit's parameters as soon as its gradient is complete, or in the next
-forward, on the CPU. `step()` closes the step and returns at once.
+They are torch optimizers for all other code: param groups, schedulers, hooks and state dicts work. The difference is
+when and where updates run: for each unit as soon as its gradient is complete, or in the next forward, on the CPU.
+`step()` closes the step and returns at once.
 
-Settings are those of the moment the backward begins: a learning rate that a scheduler sets after `step()` counts for
-the next one.
+Settings are those at the beginning of the backward: a learning rate that a scheduler sets after `step()` counts for the
+next step.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class TieredOptimizer(Optimizer):
     """
 
     engine: Engine | None
-    tells_of_given_up = True  # forwards, where `step` finds no backward
+    tells_of_given_up = True  # `step` without a backward says which forwards were given up
 
     def __init__(self, params: Any, defaults: dict[str, Any], max_grad_norm: float | None, state_dtype: Any) -> None:
         self.last_step: StepInfo | None = None
-        self._ended = math.nan  # when it was closed
+        self._ended = math.nan  # the time at which the last step was closed
         super().__init__(params, defaults, max_grad_norm, state_dtype)
         tell_of_end()
         watch()
@@ -76,7 +76,7 @@ class TieredOptimizer(Optimizer):
 
     @in_turn
     def close_step(self, *, is_late: bool = False) -> None:
-        """Another thread that reads or commits finds all of a step, or nothing."""
+        """As in the base class; another thread that reads or commits finds all of a step, or nothing."""
         assert self.engine is not None, "there was a call"
         take_given(self._parameters)
         self.count_late()
@@ -87,7 +87,7 @@ class TieredOptimizer(Optimizer):
             return
         in_memory.refuse_narrow(self.param_groups)
         if finished is not None and self.engine.durable is not None and not is_late:
-            self.kept.end_step()  # ahead of all that changes: objects of the user's may raise
+            self.kept.end_step()  # before anything changes, as objects of the user's may raise
         with self.engine.tiers.closing():
             if finished is not None:
                 self.engine.finish(record)
@@ -104,8 +104,8 @@ class TieredOptimizer(Optimizer):
             self._warn(record)
 
     def count_late(self) -> None:
-        """Have in the norm of the step what has come to parameters in memory since the model's backward, as to a module
-        whose output the model takes. It is averaged over ranks, all of which call this, as they call `step`.
+        """Include in the step's norm the gradients that parameters in memory have got since the model's backward, for
+        example those of a module before the model. They are averaged over ranks, all of which call this.
         """
         engine = self.engine
         if engine is None or engine.record is None:
@@ -116,10 +116,7 @@ class TieredOptimizer(Optimizer):
         in_memory.count(self.param_groups, engine.record)
 
     def _count_missed(self, record: StepRecord) -> None:
-        """Leave a step that others have taken out of the counts of parameters that got no gradient in it.
-
-        Updates leave these as they are, as torch does.
-        """
+        """Do not count a step for parameters that got no gradient in it: updates have not changed them."""
         assert self.engine is not None, "it has closed the step"
         spans = record.idle | self.engine.never
         if record.skipped or not spans:
@@ -130,7 +127,7 @@ class TieredOptimizer(Optimizer):
             self.show_state(each)
 
     def _note(self, engine: Engine, record: StepRecord) -> None:
-        """The step that is closed is the last one, for all who tell of it."""
+        """Note a closed step as the last one, for metrics and reports."""
         now = time.perf_counter()
         self.last_step = StepInfo(
             number=self.steps.taken,
@@ -150,7 +147,7 @@ class TieredOptimizer(Optimizer):
 
     @property
     def grad_norm(self) -> float:
-        """The norm of all gradients before clipping: of the backward that `step` will close, or of the last step."""
+        """The norm of all gradients before clipping, in the step that `step` will close, or else in the last one."""
         if self.engine is not None and self.engine.ranks is None:
             self.count_late()
         record = self.engine.record if self.engine is not None else None
@@ -160,12 +157,12 @@ class TieredOptimizer(Optimizer):
 
     @property
     def will_skip(self) -> bool:
-        """Whether `step` is to close a step that changes nothing."""
+        """Whether the step that `step` will close changes nothing."""
         record = self.engine.record if self.engine is not None else None
         return record is not None and record.skipped
 
     def _step_in_memory(self) -> StepRecord | None:
-        """The record of a step whose backward has not met the compiled model."""
+        """The record of a step whose backward has not reached the compiled model."""
         if not in_memory.with_gradients(self.param_groups):
             return None
         record = self.begin_step()

@@ -1,4 +1,4 @@
-"""at_hand: what the plan of a run is made of: a model at hand, and the figures of its code on this machine."""
+"""at_hand: the input of a run's plan: a model that is in this process, and its code's figures on this machine."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelAtHand:
-    """What a plan of a model at hand is made of.
+    """A model that is in this process, as a plan takes it.
 
-    sizes: of its units, with each kind of masters that may be chosen: "split" first. layouts: of each micro-batch.
-    tied: the units that share parameters. clip: the optimizer clips gradients. is_provisional: the plan is of an
-        evaluation, which shows neither what layers can save nor how large steps are: the first step has another one.
-    accumulate: a step is known to have several backwards. num_calls: that are between forward and backward at a time,
-        as far as that is known. host_nbytes: the budget of host memory, where it is known; None: as the options say.
-        rest_nbytes: of a commit beside the tiers.
-    where: the device, and what leaves it.
+    sizes: of its units, for each kind of masters that may be chosen; "split" comes first. layouts: of each micro-batch.
+    tied: the units that share parameters. clip: the optimizer clips gradients. is_provisional: the plan is for an
+        evaluation, which shows neither what layers can save nor how large steps are: the first step gets another one.
+    accumulate: a step is known to have several backwards. num_calls: the calls between forward and backward at a time,
+        as far as that is known. host_nbytes: the budget of host memory, if it is known; None: as the options say.
+        rest_nbytes: of a commit's tensors that are not on the tiers.
+    where: the device, and the bytes of parameters that will leave it.
     """
 
     options: Options
@@ -74,21 +74,22 @@ class ModelAtHand:
 
 
 class Figures:
-    """The rates of this machine, and the seconds that a model's code takes on it: measured when they are asked for,
-    once.
+    """The rates of this machine, and the seconds that a model's code takes on it; each is measured when first needed.
 
-    builder: of steps of the model's units as they are tried first. num_threads: of the optimizer on the CPU.
+    builder: for the model's units with the masters that are tried first. num_threads: of the optimizer on the CPU.
     """
 
     def __init__(self, model: ModelAtHand, request: Request, builder: StepBuilder, num_threads: int) -> None:
         self.model, self.request, self.builder, self.num_threads = model, request, builder, num_threads
         compiled = model.options.expert.compiler != "eager"
         self.levels = LayerLevels(model.layouts, lambda: self.workload, self.times, compiled=compiled)
-        self.timed, self.priced = cache(self._timed), cache(self._priced)  # of this run: they go with it
+        self.timed, self.priced = cache(self._timed), cache(self._priced)  # cached as long as this object lives
 
     @cached_property
     def profile(self) -> Profile:
-        """Measured by all ranks together if none is named; raises `OptionError` for one of another kind of device."""
+        """The machine's profile, measured by all ranks together if the options name none; raises `OptionError` for one
+        of another kind of device.
+        """
         options, device = self.model.options, self.model.device
         with stage("measuring this machine, once"):
             profile = measured_profile(options.machine, options.storage, ranks=self.model.ranks, where=self.model.where)
@@ -107,25 +108,25 @@ class Figures:
 
     @property
     def workload(self) -> Workload:
-        """What the layers' code costs here, on all tokens at a time."""
+        """The workload, with the layers' code timed on all tokens at a time."""
         return self.timed(None)
 
     def _timed(self, layer_tokens: int | None) -> Workload:
-        """What the code costs on so many tokens at a time, with the units as they are tried first.
+        """The workload with its code timed on so many tokens at a time, with the masters that are tried first.
 
-        Raises `NoFitError` where the device has no memory for that.
+        Raises `NoFitError` if the device has no memory for that.
         """
         layout, builder = self.model.layouts[0].in_pieces(layer_tokens), self.builder
         workload = workload_of(layout, builder.sizes)
         beside = dict if layer_tokens else partial(self.levels.to_compile, workload, last=self.request.saves_all)
-        with suppress(torch.OutOfMemoryError):  # whose frames hold what there was room for
+        with suppress(torch.OutOfMemoryError):  # the error must not live on: its frames hold memory
             with_seconds = timed(workload, layout, self.times, beside)
             return replace(with_seconds, shape=builder.shape, world=builder.layout.world)
         needed = format_bytes(workload.workspace_nbytes)
         raise NoFitError(f"the device has no room for what a unit computes with, {needed}: {remedies(self.request)}")
 
     def _priced(self, masters: Masters, layer_tokens: int | None) -> Workload:
-        """The workload with what updates of these units take on this machine."""
+        """The workload with the cost of these units' updates on this machine."""
         sizes = self.model.sizes[masters]
         if not named(self.model.options.machine):
             sizes = priced(sizes, self.profile, self.num_threads)

@@ -1,15 +1,17 @@
-"""boundary: what stays in host memory between two uses, and what is read earlier, where a step begins, turns and ends.
+"""boundary: data that stays in host memory between two uses, and reads that are made earlier, at the beginning, the
+middle and the end of a step.
 
-    carried     parameters of the first units, from their last update to the next forward, which would wait for them
-    retained    parameters of the topmost layers, from the forward to the backward, which begins with them
-    held        checkpoints of the upper half, likewise: on SSD they would stand behind all that updates leave to write
-    lookahead   stages earlier that all reads from SSD are issued: a head computes for as long as several layers, and
-                reads that are issued one layer ahead pause meanwhile
-    ahead       stages earlier that states of the last updates are read: no backward hides them, and an embedding is as
-                large as several layers
+    carried     parameters of the first units stay from their last update to the next forward, which would wait for them
+    retained    parameters of the topmost layers stay from the forward to the backward, which begins with them
+    held        checkpoints of the upper half, too: their writes to SSD would queue behind those of the updates
+    lookahead   all reads from SSD are issued this many stages earlier: a head computes for as long as several layers,
+                and reads that are issued one layer ahead pause meanwhile
+    ahead       states of the last updates are read this many stages earlier: no backward hides them, and an embedding
+                is as large as several layers
 
-These are fields of a `Decision`. The peak of a step is elsewhere, so they take little memory that was not free. Where a
-drive binds, more brings more; of a large step, whose simulation takes long, the first and the last alone are tried.
+These are fields of a `Decision`. The peak of a step is elsewhere, so they take little memory that was not free. If a
+drive is the bottleneck, each step of a ladder helps; of a large step, whose simulation takes long, only the first and
+the last are tried.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ FIRST: tuple[Unit, ...] = (TIED, PROLOGUE, 0, 1)  # read before the first layers
 
 
 def with_boundary(steps: Problem, plain: Simulation, *, is_small: bool) -> Simulation:
-    """A step with what is proposed here where that is faster; as it is where its schedule is as others publish it: what
-    it is compared with moves what is said of it.
+    """A step with the improvements of this module that make it faster. A schedule that is as others publish it stays as
+    it is, as it is compared with their figures.
 
-    The last states are read earlier beside all else that was chosen: before, they may not be what the step waits for.
+    `ahead` is tried after everything else is chosen: before, the step may not wait for these states.
     """
     if steps.request.spec.as_published:
         return plain
@@ -53,14 +55,14 @@ def _waits_for_drives(step: Simulation) -> bool:
 
 
 def carrying(plain: Placement) -> Ladder:
-    """More and more carried, of the units that there are: who goes on by a commit takes no other for its plan's."""
+    """More and more carried, of the units that the model has: a resumed run accepts no others in a commit's plan."""
     return _ladder(plain, "carried", [unit for unit in FIRST if unit in plain.by_unit])
 
 
 def further(plain: Placement) -> Ladder:
-    """More of the first layers carried than the plan's, where it carries any: the first 4, 8, up to all of them.
+    """More of the first layers carried than by the plan, if it carries any: the first 4, 8, up to all of them.
 
-    Where the drive goes on to write for much of the next forward, reads of these would wait for that.
+    If the drive still writes for much of the next forward, reads of these layers would wait for it.
     """
     num_layers, carried = plain.layout.num_layers, plain.decision.carried
     more = (range(min(1 << power, num_layers)) for power in range(2, max(num_layers - 1, 0).bit_length() + 1))
@@ -69,7 +71,7 @@ def further(plain: Placement) -> Ladder:
 
 
 def retaining(plain: Placement) -> Ladder:
-    """More and more of the topmost layers retained, and after them what the head shares with the embedding."""
+    """More and more of the topmost layers retained, and then the parameters that head and embedding share."""
     topmost: list[Unit] = [*reversed(range(plain.layout.num_layers)), TIED]
     return _ladder(plain, "retained", [unit for unit in topmost if unit in plain.by_unit])
 
@@ -80,7 +82,7 @@ def holding(plain: Placement) -> Ladder:
 
 
 def earlier(plain: Placement) -> Ladder:
-    """With states of the updates after the last backward read earlier and earlier, one layer's worth in each stage."""
+    """States of the updates after the last backward are read earlier and earlier, one layer's worth in each stage."""
     if plain.decision.layer_updates > 1:
         return ()
     most = min(max(len(unit.trained("early")) for unit in plain.units), 2 * len(plain.units))  # stages of a step
@@ -88,7 +90,7 @@ def earlier(plain: Placement) -> Ladder:
 
 
 def deeper(plain: Placement) -> Ladder:
-    """With all that is read from SSD read earlier and earlier: 1, 2, 4 stages, up to those of a step."""
+    """Everything is read from SSD earlier and earlier: by 1, 2, 4 stages, up to all of a step."""
     if plain.decision.layer_updates > 1:
         return ()
     most = 2 * plain.layout.num_layers  # a forward and a backward
@@ -96,17 +98,17 @@ def deeper(plain: Placement) -> Ladder:
 
 
 def _ladder(plain: Placement, name: str, units: Sequence[Unit]) -> Ladder:
-    """With the first unit, the first two, and so on, as a field of the decision: each has other values in memory."""
+    """The first unit, the first two, and so on, as a field of the decision, if that changes what is in memory."""
     every = (plain.decided(**{name: tuple(units[:number])}) for number in range(1, len(units) + 1))
     return list({values: each for each in every if (values := getattr(each, f"{name}_values"))}.values())
 
 
 def without(planned: Placement, home_nbytes: int = 0) -> Sequence[Placement]:
-    """With less and less of what is kept, where there is no room for all: the batch is larger than the one that it was
-    chosen for, or a run goes on with less memory.
+    """The placement with less and less kept in memory between two uses, for a batch that is larger than the one that
+    was planned for, or a run that is resumed with less memory.
 
-    What is not carried is read again by this step and by the next one; all else costs this step alone. home_nbytes: of
-    what lives on in a run that has begun, which stays mapped.
+    What is not carried is read again by this step and by the next one; everything else costs only this step.
+    home_nbytes: what a run that has begun has mapped for what lives on.
     """
     none = planned.decided(carried=()).laid_out(home_nbytes=home_nbytes) if planned.decision.carried else planned
     plain, bare = (each.decided(retained=(), held=(), ahead=0, lookahead=0) for each in (planned, none))
@@ -114,7 +116,7 @@ def without(planned: Placement, home_nbytes: int = 0) -> Sequence[Placement]:
 
 
 def said(placement: Placement) -> str:
-    """For people: what stays in memory between two uses, and what is read earlier; empty where nothing is."""
+    """For people: what stays in memory between two uses, and what is read earlier; "" if nothing is."""
 
     def kept(kind: str, values: Iterable[Value]) -> str:
         return f"{format_bytes(sum(nbytes_of(placement, value) for value in values))} of {kind}"

@@ -1,4 +1,4 @@
-"""builder: from a decision to the placement that it describes, and to the program of a step in it."""
+"""builder: from a decision to its placement, and to the program of a step with that."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from gs_compile.placement.stacks import Stacks
 from gs_compile.placement.workload import UnitSize, Workload
 from gs_compile.program.ir import DRAIN, Op, Program, StepShape
 
-# Updates of a layer where memory is scarce: three pieces of state, not the states of three layers, are in it. Less is
-# read ahead then, and more of the states of a model of few layers is in memory.
+# Updates of a layer if memory is scarce: then three pieces of state are in memory, not the states of three layers. Less
+# is read ahead, and more of the states of a model of few layers can stay in memory.
 SCARCE_UPDATES = 4
-ROUNDING = 1e-6  # of the linear program's parts
+ROUNDING = 1e-6  # in the parts that the linear program returns
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepBuilder:
-    """What is given to the steps of one model: its units, their layout, and the shape of a step."""
+    """What all steps of one model have in common: its units, their layout, and the shape of a step."""
 
     sizes: tuple[UnitSize, ...]
     layout: Layout
@@ -33,7 +33,7 @@ class StepBuilder:
 
     @classmethod
     def of(cls, workload: Workload, number: int, **layout: Any) -> StepBuilder:
-        """For `number` micro-batches that are all alike. layout: further fields of it."""
+        """The builder for `number` equal micro-batches. layout: further fields of the layout."""
         shape = workload.shape
         found = Layout(num_layers=workload.num_layers, world=workload.world, joints=shape.joints, **layout)
         return cls(sizes=workload.sizes, layout=found, shape=shape).at(workload, number)
@@ -48,13 +48,13 @@ class StepBuilder:
         return replace(self, layout=replace(self.layout, **changes))
 
     def placement(self, decision: Decision) -> Placement:
-        """The placement that a decision describes; of activations it has whole items."""
+        """The placement of a decision, whose parts of activations are rounded to whole items."""
         decision = self._whole(decision)
         return Placement(cut_units(self.sizes, decision, self.layout), self.layout, decision)
 
     def _whole(self, decision: Decision) -> Decision:
-        """Shares of whole items, of no more than those whose layers can save any; of checkpoints in host and device
-        memory what these leave, and all of it where nothing is to be on SSD.
+        """The decision with shares of whole items, no more than can save activations. Checkpoints in host and device
+        memory get what the shares leave; all of it if nothing is to be on SSD.
         """
         stacks = decision.stacks(self.layout)
         shares = self._in_stacks(decision.shares, stacks)
@@ -83,7 +83,7 @@ class StepBuilder:
         return replace(ratios, checkpoint=on_host, device_checkpoint=on_device), whole
 
     def _in_stacks(self, shares: Shares, stacks: Stacks) -> Shares:
-        """The shares of each stack, of those that are of the topmost layers of all stacks."""
+        """The shares, those of the topmost layers of all stacks divided among the stacks."""
         if len(stacks) == 1:
             return shares
         in_stacks, number = list[Share](), self.layout.num_items
@@ -98,20 +98,20 @@ class StepBuilder:
         return Shares(in_stacks)
 
     def _savable(self, layers: range) -> int:
-        """How many items of some layers can save activations."""
+        """The number of items of some layers that can save activations."""
         return sum(map(bool, self.layout.levels[layers.start : layers.stop])) * self.layout.num_micro_batches
 
     def program(self, placement: Placement, *, redo: bool = True, planned: bool = True) -> Program:
-        """A step among others. It will not run here, and all passes were tested: it is not verified.
+        """A step in the middle of a run. It is not verified, as it will not run.
 
-        Of all programs of a placement it takes the most memory; without `redo` it is one whose updates before held,
-        and without `planned` nothing is said of memory.
+        Of all programs of a placement it takes the most memory. Without `redo` no updates of the step before were
+        rolled back; without `planned` the program has no memory plan.
         """
         step = replace(self.step(placement, self._context(placement, redo=redo)), planned=planned)
         return lower(step, computations=self._computations(step), verified=False)[-1]
 
     def _computations(self, step: StepSpec) -> Program:
-        """What programs of a size have in common, made once."""
+        """The computations, which programs of the same size have in common; cached."""
         key = step.num_layers, step.num_micro_batches, step.order
         if key not in self._known:
             self._known[key] = scheduled(step)
@@ -122,8 +122,8 @@ class StepBuilder:
         return {}
 
     def programs(self, placement: Placement) -> Iterator[Program]:
-        """The programs that may take the most memory of all: a step; where parameters are carried also one without
-        rolled back updates, if they may be, and an evaluation, which run beside what is carried.
+        """The programs that may take the most memory: a step; if parameters are carried, also a step after which no
+        updates are rolled back, and an evaluation, as these run while the carried parameters are in memory.
         """
         yield from self.steps(placement)
         if placement.carried_values:
@@ -134,17 +134,16 @@ class StepBuilder:
         return replace(self, shape=self.shape.forward_alone)
 
     def steps(self, placement: Placement) -> Iterator[Program]:
-        """Those of `programs` that are of this shape."""
+        """Those of `programs` that have this shape."""
         yield self.program(placement)
         if self.shape.training and placement.speculative and placement.carried_values:
             yield self.program(placement, redo=False)
 
     def _context(self, placement: Placement, *, redo: bool) -> StepContext:
-        """After a step that has left all that it may.
+        """The context after a step that has left everything that it may.
 
-        What that was to carry is there, unless updates are done again; an evaluation does not use it.
-
-        Of a durable placement all steps are committed; what that takes is priced as a mean (`prices.work_nbytes`).
+        Carried parameters are there, unless updates are repeated; an evaluation does not use them. In a durable
+        placement all steps are committed; the price of that is a mean (`prices.work_nbytes`).
         """
         late = self.shape.training and any(unit.trained(*placement.waiting(redo=redo)) for unit in placement.units)
         carried = self.shape.training and bool(placement.carried_values)
@@ -152,13 +151,13 @@ class StepBuilder:
         return StepContext(late=late, redo=redo, warm=warm, copies=durable, seals=durable)
 
     def step(self, placement: Placement, context: StepContext) -> StepSpec:
-        """What is lowered."""
+        """The step to lower."""
         layout = placement.layout
         numbers = layout.num_layers, layout.num_micro_batches
         return StepSpec(*numbers, shape=self.shape, snake=layout.snake, placement=placement, context=context)
 
     def usual(self, placement: Placement) -> Program:
-        """A step before and after which updates hold, with the end of what it has carried for the case."""
+        """A step before and after which no updates are rolled back, with frees of what it carries."""
         program = self.program(placement, redo=False)
         if not placement.speculative:
             return program
@@ -168,7 +167,7 @@ class StepBuilder:
 
 
 def workload_levels(workload: Workload, number: int) -> tuple[tuple[Level, ...], ...]:
-    """What each layer may save, for `number` micro-batches that are all alike; () where none may save more."""
+    """What each layer may save, for `number` equal micro-batches; () if none may save more than its input."""
     if not workload.num_levels:
         return ()
     costs = (workload.costs[layer].levels for layer in range(workload.num_layers))
@@ -176,5 +175,5 @@ def workload_levels(workload: Workload, number: int) -> tuple[tuple[Level, ...],
 
 
 def planned_peak(program: Program, tier: str) -> int:
-    """The planned peak of a tier, in bytes; of host memory, what a run of `program` has to be given."""
+    """The planned peak of a tier, in bytes; for host memory, what `program` needs."""
     return dict(program.peaks).get(tier, 0)

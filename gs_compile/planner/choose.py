@@ -1,12 +1,17 @@
-"""choose: from the linear program's solution to the placement whose own program keeps the budgets and takes least time.
+"""choose: from the linear program's solution to the fastest placement whose step program keeps the budgets.
 
-Why the program is asked. The linear program does not know cuts at whole tensors, nor how values fit beside each other.
-Where a program takes more than a budget, the linear program is given less. And a late update that costs nothing in the
-linear program, as long as the forward hides its traffic, stands between two steps in the program. Where parameters fill
-a device's memory, what leaves it late has others wait for its room: then some is left free. Nor does it know what else
-memory is good for: of a small step, the fastest of those that store nothing there is finished, too.
+The linear program (LP) is only an approximation of the step program:
 
-What is found so is finished by `boundary`.
+* It does not know cuts at whole tensors, nor how values fit beside each other in memory. If a step program exceeds a
+  budget, the LP is solved again with less of it.
+* A late update that costs nothing in the LP, because the forward hides its traffic, may delay the next step in the
+  program. So other alphas are tried.
+* If parameters fill a device's memory, operations wait for the room of values that leave it late. So plans are tried
+  that leave some free.
+* It does not know what `boundary` could use memory for. So for a small step the fastest plan that stores nothing in
+  host memory is finished, too.
+
+`boundary` finishes what is found.
 """
 
 from __future__ import annotations
@@ -26,19 +31,18 @@ from gs_compile.planner.problem import Problem
 from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.planner.step_plan import StepPlan, commits_text
 
-MOST_ROUNDS = 8  # of solving again with less: each takes off what the program before was over
-SPARE_LAYERS = (1, 2, 4)  # of a layer's parameters and gradient, for which device memory is left free; while faster
-LEAST_PART = 32  # of host memory, that alphas are tried with less and less of
+MOST_ROUNDS = 8  # of solving again with less: each takes off what the program before was over the budget
+SPARE_LAYERS = (1, 2, 4)  # layers' parameters and gradients for which device memory is left free, while that is faster
+LEAST_PART = 32  # alphas are tried with less and less host memory, down to one part of so many
 SMALL = 400  # computations of a forward
-MIDDLING = 0.3  # the alpha that is tried beside the one that is fastest before `boundary` changes the step
-NOTHING: Mapping[str, int] = {"host": 0, "device": 0, "ssd": 0}  # of memory, that the linear program is not given
-GOOD_ENOUGH = 1.03  # of the linear program's time with the same memory: nothing else is tried then
+MIDDLING = 0.3  # an alpha that is tried beside the one that is fastest before `boundary` changes the step
+NOTHING: Mapping[str, int] = {"host": 0, "device": 0, "ssd": 0}  # the LP gets all memory
+GOOD_ENOUGH = 1.03  # times the LP's seconds with the same memory: then nothing else is tried
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A solution, and how the program of the placement that it became runs; less: by tier, the bytes that the linear
-    program was not given.
+    """A solution, and the simulation of its step program; less: by tier, the bytes that the linear program did not get.
     """
 
     solution: Solution
@@ -55,7 +59,8 @@ class Candidate:
 
 
 def choose(problem: Problem) -> StepPlan:
-    """What the linear program's best becomes. Raises `MemoryBudgetError` where no program keeps the budgets."""
+    """The plan that follows from the linear program's best. Raises `MemoryBudgetError` if no program keeps the budgets.
+    """
     steps, is_small, found = problem.steps, is_small_step(problem), _to_finish(problem, problem.best)
     finished = [boundary.with_boundary(steps, each.simulation, is_small=is_small) for each in found]
     chosen, simulation = min(zip(found, finished, strict=True), key=lambda pair: pair[1].seconds)
@@ -65,10 +70,10 @@ def choose(problem: Problem) -> StepPlan:
 
 
 def _to_finish(problem: Problem, best: Solution) -> list[Candidate]:
-    """What `refined` finds; and of what stores nothing in host memory, which has most room for what follows, the
-    fastest, and that with a middling alpha: how fast they will be depends more on what follows.
+    """What `refined` finds; and of plans that store nothing in host memory, which leave most room for `boundary`, the
+    fastest, and one with a middling alpha: their speed depends most on what `boundary` does.
 
-    Raises `MemoryBudgetError` where none keeps the budgets.
+    Raises `MemoryBudgetError` if none keeps the budgets.
     """
     candidates, emptied = refined(problem, best), problem.emptied
     lasts = problem.budgets.wear_bytes_per_second is not None  # what stores nothing in memory writes most
@@ -88,7 +93,7 @@ def is_small_step(problem: Problem) -> bool:
 
 
 def _of_commits(problem: Problem, placement: Placement) -> tuple[str, ...]:
-    """What durable steps take; none where there are none."""
+    """A note on what durable steps cost, if there are any."""
     if not placement.durability:
         return ()
     plain = replace(problem, builder=problem.builder.laid_out(durability=0))
@@ -97,15 +102,16 @@ def _of_commits(problem: Problem, placement: Placement) -> tuple[str, ...]:
 
 
 def _of_boundary(plain: Simulation, chosen: Simulation) -> tuple[str, ...]:
-    """What `boundary` has changed, and what that brings; none where it has changed nothing."""
+    """A note on what `boundary` has changed, and what that brings, if it has changed anything."""
     words = boundary.said(chosen.placement)
     return (f"{words[0].upper()}{words[1:]}: {plain.seconds / chosen.seconds - 1:.1%} faster.",) if words else ()
 
 
 def refined(problem: Problem, best: Solution) -> list[Candidate]:
-    """The fastest of a few placements, by the simulator, all within the budgets; of a small step that of each alpha.
+    """The fastest of a few placements, by the simulator, all within the budgets; for a small step the fastest of each
+    alpha.
 
-    Raises `MemoryBudgetError` where none does.
+    Raises `MemoryBudgetError` if none keeps the budgets.
     """
     by_alpha: dict[float, Candidate] = {}
     for tried in sorted(_tries(problem.trial, best), key=lambda each: each.seconds):
@@ -124,7 +130,7 @@ def refined(problem: Problem, best: Solution) -> list[Candidate]:
 
 
 def _whole(problem: Problem, tried: Candidate) -> Candidate | None:
-    """A candidate of a problem's trial as one of its steps; None where these do not fit so."""
+    """A candidate of a problem's trial as one for its whole steps; None if these do not fit."""
     alpha, steps = tried.solution.alpha, problem.steps
     if steps is not problem.trial:
         return _candidate(steps, alpha, tried.less)
@@ -132,7 +138,7 @@ def _whole(problem: Problem, tried: Candidate) -> Candidate | None:
 
 
 def _tries(problem: Problem, best: Solution) -> list[Candidate]:
-    """With the best alpha; then with others, where those may be faster."""
+    """Candidates with the best alpha, and with others that may be faster."""
     candidates = _with_spare(problem, None)
     first = candidates[-1] if candidates else None
     if first and first.is_good_enough:
@@ -164,7 +170,7 @@ def _with_spare(problem: Problem, alpha: float | None) -> list[Candidate]:
 
 
 def _other_alphas(problem: Problem, best: Solution) -> Iterator[float]:
-    """None late; and of a small step, which is quickly simulated, the most that costs the linear program nothing."""
+    """Alpha 0; and for a small step, which is quickly simulated, the largest alpha that costs nothing in the LP."""
     alphas = problem.request.alphas
     if best.alpha and 0.0 in alphas:
         yield 0.0
@@ -181,7 +187,7 @@ def _other_alphas(problem: Problem, best: Solution) -> Iterator[float]:
 
 
 def _of_any_alpha(problem: Problem) -> Candidate | None:
-    """Where memory is scarce, the first that fits of the alphas that are best with less and less of it."""
+    """If memory is scarce, the first candidate that fits, with the alphas that are best with less and less memory."""
     budgets, tried = problem.budgets, set()
     for part in range(MOST_ROUNDS):
         less = replace(budgets, host_nbytes=budgets.host_nbytes - part * budgets.host_nbytes // LEAST_PART)
@@ -197,10 +203,10 @@ def _of_any_alpha(problem: Problem) -> Candidate | None:
 def _candidate(problem: Problem, alpha: float | None, less: Mapping[str, int] = NOTHING) -> Candidate | None:
     """A candidate whose program keeps the budgets; None if there is none.
 
-    alpha: None: in each round the best with the memory that is left, as some need less than others.
+    alpha: None: in each round the best one with the memory that is left, as some alphas need less than others.
     """
     less = dict(less)
-    times: Counter[str] = Counter()  # twice as much each time: tensors that are cut whole may stay where they were
+    times: Counter[str] = Counter()  # each time twice as much is taken off: whole tensors may not move for less
     for _ in range(MOST_ROUNDS):
         left = {f"{tier}_nbytes": getattr(problem.budgets, f"{tier}_nbytes") - nbytes for tier, nbytes in less.items()}
         if left["host_nbytes"] <= 0 or left["device_nbytes"] < 0:

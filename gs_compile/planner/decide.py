@@ -1,7 +1,7 @@
-"""decide: where everything of a step lives and how its updates run: one function for a named model and one at hand.
+"""decide: where everything of a step lives and how its updates run, for a named model and for one in this process.
 
-What needs no figures of the machine is settled first (`settled`). Else each of these has one choice to make: it asks
-the next one for both plans, and takes the one that is faster in simulation.
+What needs no figures of the machine is settled first (`settled`). Otherwise each of these makes one choice: it asks the
+next one for both plans, and takes the one that is faster in simulation.
 
     decide              masters: split ones, or whole ones
     _solved             updates and layers: whole, or in pieces; in pieces also where whole ones do not fit
@@ -37,10 +37,10 @@ MOST_NAMED = 8  # units, in a note
 
 
 def decide(problem: Problem) -> StepPlan:
-    """The plan of a step of the problem's micro-batches; updates are in pieces where whole ones do not fit.
+    """The plan of a step of the problem's micro-batches; updates are in pieces if whole ones do not fit.
 
-    Raises `PlanError` or `OptionError` where what is asked for contradicts what there is, `MemoryBudgetError` where not
-    even the least fits; of a step that is going to run before anything is measured.
+    Raises `PlanError` or `OptionError` if the request cannot be met, `MemoryBudgetError` if not even the smallest step
+    fits; for a step that is going to run, before anything is measured.
     """
     problem = problem.updated_in(1)
     try:
@@ -58,8 +58,8 @@ def decide(problem: Problem) -> StepPlan:
 
 
 def _faster_masters(plan: StepPlan, whole: Problem) -> StepPlan:
-    """With masters that are whole, where that is faster: what lives on a device goes to the host for its update if they
-    are split, and late updates need the old halves.
+    """The plan with whole masters, if that is faster: with split ones, parameters on a device have to move to the host
+    for their update, and late updates need the old halves.
     """
     most = CLEARLY_FASTER * plan.seconds
     with suppress(MemoryBudgetError):
@@ -77,7 +77,7 @@ def _decided(problem: Problem) -> StepPlan:
 
 
 def _of_timing(plan: StepPlan) -> Iterator[str]:
-    """The units whose code was not timed, of a run, where code is; or beside others whose code was."""
+    """Notes on the units whose code was not timed, in a run, or beside others whose code was."""
     costs = plan.workload.costs
     unknown = [str(unit) for unit, cost in costs.items() if cost.seconds is None]
     if unknown and (plan.problem.will_run or len(unknown) < len(costs)):
@@ -89,7 +89,7 @@ def _of_timing(plan: StepPlan) -> Iterator[str]:
 
 
 def _solved(problem: Problem) -> StepPlan:
-    """The plan by the linear program and the simulator, of whole updates and layers, or of some in pieces."""
+    """The plan by the linear program and the simulator, with whole updates and layers, or with some in pieces."""
     try:
         best = plan = _best_clipping(problem)
     except MemoryBudgetError:
@@ -102,8 +102,8 @@ def _solved(problem: Problem) -> StepPlan:
 
 
 def _scarce(problem: Problem) -> StepPlan:
-    """The plan where the linear program finds none: the faster of updates in pieces, and of layers in pieces where the
-    device has no room for whole ones; or the least there is. What a refusal names is what that needs.
+    """The plan if the linear program finds none for whole updates: the faster of updates in pieces, and of layers in
+    pieces if the device has no room for whole ones; or the smallest step, whose need an error then names.
     """
     try:
         least = settled.least(problem)
@@ -125,7 +125,7 @@ def _scarce(problem: Problem) -> StepPlan:
 
 
 def _first(problems: Iterable[Problem]) -> list[StepPlan]:
-    """The plan of the first of these for which the linear program finds one; empty where it finds none."""
+    """The plan of the first of these problems for which the linear program finds one; [] if it finds none."""
     for problem in problems:
         with suppress(MemoryBudgetError):
             return [_best_clipping(problem)]
@@ -133,7 +133,7 @@ def _first(problems: Iterable[Problem]) -> list[StepPlan]:
 
 
 def _best_clipping(problem: Problem) -> StepPlan:
-    """The plan of the way to clip that is asked for, or that is faster: of equal ones, with delayed updates."""
+    """The plan with the clipping that is asked for, or that is faster; of equally fast ones, with delayed updates."""
     request, problem = problem.request, problem.priced
     chosen = plan_stacks(problem)
     is_settled = request.clipping is not None or request.alpha is not None or request.accumulate
@@ -151,12 +151,12 @@ def _best_clipping(problem: Problem) -> StepPlan:
 
 
 def plan_stacks(problem: Problem) -> StepPlan:
-    """The plan with whatever layers save; each of several stacks has ratios of its own where that is faster.
+    """The plan with saved activations; each of several stacks has its own ratios if that is faster.
 
-    With the same for all, what is moved is spread evenly over a step, so that computation hides it everywhere. With
-    their own, memory goes where it saves the most time: to activations of wide layers, which take the most computing
-    for each byte, or to a stack that is trained, whose parameters move more often. The linear program knows a phase as
-    a whole, and prefers these. Raises `MemoryBudgetError` where no program keeps the budgets.
+    With the same ratios for all, transfers are spread evenly over a step, so that computation hides them everywhere.
+    With their own, memory goes where it saves the most time: to activations of wide layers, which take the most
+    computation for each byte, or to a stack that is trained, whose parameters move more often. The linear program knows
+    a phase only as a whole, and prefers the latter. Raises `MemoryBudgetError` if no program keeps the budgets.
     """
     if len(problem.formulas.stacks) == 1:
         return with_saved(choose(problem))
@@ -174,7 +174,7 @@ def plan_stacks(problem: Problem) -> StepPlan:
 
 
 def _of_stacks(apart: StepPlan, alike: StepPlan) -> Iterator[str]:
-    """What is in host memory of each stack, and what that brings."""
+    """A note on what each stack has in host memory, and what that brings."""
     ratios = [each.given() for each in apart.placement.decision.ratios]
     names = [name for name in RATIO_OF.values() if len({each[name] for each in ratios}) > 1]
     parts = (f"{name} {', '.join(f'{each[name]:.0%}' for each in ratios)}" for name in names)

@@ -1,7 +1,7 @@
-"""fit: what a machine makes of a model, trained in full, by adapters, and by adapters over matrices in a codec.
+"""fit: how fast a machine trains a model: in full, by adapters, and by adapters over encoded matrices.
 
-Answers come from the linear program alone (`lp.search`): nothing is lowered and simulated, which `plan` does for one of
-them. Its seconds are a bound that a simulated step exceeds, by up to an eighth.
+Answers come from the linear program alone (`lp.search`): no step is lowered and simulated, as `plan` does. Its seconds
+are a lower bound, which a simulated step exceeds by up to an eighth.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ MOST_SAMPLES = 256  # of a micro-batch
 class Fit:
     """One way of training a model on a machine.
 
-    missing: why it does not fit, with what would; "": it fits. batch_size: samples of a step of all `ranks`. peaks: by
+    missing: why it does not fit, and what would; "": it fits. batch_size: samples of a step of all `ranks`. peaks: by
     tier, the most bytes of a step of one rank; written_nbytes: to SSD in such a step. largest_micro_batch: in samples,
-    micro_batch_size times a power of two. longest: tokens of a sample that fits alone, those of the request times a
+    micro_batch_size times a power of two. longest: tokens of the longest single sample that fits, the request's times a
     power of two; None: not asked for.
     """
 
@@ -55,7 +55,7 @@ class Fit:
 
     @property
     def drive_days(self) -> float | None:
-        """Of training all day, for which the drives are rated; None: they are not written, or not rated."""
+        """The days of training for which the drives are rated; None: they are not written, or not rated."""
         if not (self.written_nbytes and self.rated_nbytes):
             return None
         return self.rated_nbytes / (self.written_nbytes / self.seconds) / SECONDS_PER_DAY
@@ -64,7 +64,7 @@ class Fit:
         return tokens / self.tokens_per_second / 3600
 
     def written_for(self, tokens: float) -> float:
-        """Bytes that training on so many tokens writes to SSD."""
+        """The bytes that training on so many tokens writes to SSD."""
         return self.written_nbytes * tokens / (self.tokens_per_second * self.seconds)
 
 
@@ -77,13 +77,11 @@ def fit(
     keeps: bool = False,
     **settings: Any,
 ) -> list[Fit]:
-    """Each way of training a model, given as for `plan`; request.lora, frozen: the rank and the codec of adapters.
+    """Each way of training a model, which is given as for `plan`; request.lora, frozen: the adapters' rank and codec.
 
-    planners: of the same model, whose captures serve again; those that are made are put there. keeps: as of
-    `planner_of`.
+    planners: of the same model, whose captures are reused; new ones are added. keeps: see `planner_of`.
 
-    Raises `PlanError` for what is wrong with the model or the request; what does not fit, or with adapters cannot be
-    planned, says so.
+    Raises `PlanError` if model or request are wrong. A way that does not fit, or cannot be planned, says so.
     """
     request = Request(**settings) if request is None else replace(request, **settings)
     fits: list[Fit] = []
@@ -100,12 +98,12 @@ def fit(
 
 
 def longest_sequence(model: str | Path | PretrainedConfig, request: Request, *, keeps: bool = False) -> int:
-    """The longest of which a sample fits, in tokens: the request's own, of which there is a plan, times a power of two.
-    keeps: as of `planner_of`.
+    """The tokens of the longest sample that fits: the request's own, for which there is a plan, times a power of two.
+    keeps: see `planner_of`.
 
-    Raises `PlanError` where model or request are wrong.
+    Raises `PlanError` if model or request are wrong.
     """
-    with suppress(NoFitError):  # by the linear program: then not a token more does
+    with suppress(NoFitError):  # by the linear program: then no longer one fits
         planner, found = _searched(planner_of(model, request, keeps=keeps))
         return _longest(planner, _largest(planner, found.workload.micro_batch_size))
     return request.sequence
@@ -119,7 +117,7 @@ def ways(request: Request) -> Iterator[tuple[str, Request]]:
 
 
 def _searched(planner: Planner) -> tuple[Planner, Problem]:
-    """What is found by the linear program, and what that was asked for."""
+    """The planner and the problem for which the linear program finds a solution."""
     return planner.or_storing_gradients(lambda each: (each, each.searched()[0]))
 
 
@@ -148,8 +146,8 @@ def _fit(way: str, planner: Planner, *, longest: bool) -> Fit:
 
 
 def _in_memory(problem: Problem) -> Solution:
-    """The best with everything in host memory where a run has it there, as the device reads that and it has room: the
-    linear program has checkpoints on SSD to be spared a copy.
+    """The best solution; with everything in host memory if a run would store it there. (The linear program would put
+    checkpoints on SSD, which saves a copy.)
     """
     best = problem.best
     if problem.profile.separate or problem.request.ratios.given():
@@ -161,13 +159,13 @@ def _in_memory(problem: Problem) -> Solution:
 
 
 def _largest(planner: Planner, size: int) -> int:
-    """The samples of the largest micro-batch that fits, where `size` do: that times a power of two."""
+    """The samples of the largest micro-batch that fits: `size`, which fits, times a power of two."""
     sizes = [size << times for times in range(1, MOST_SAMPLES.bit_length()) if size << times <= MOST_SAMPLES]
     return ([size, *sizes])[bisect_left(sizes, True, key=lambda each: not does_fit(planner, each))]
 
 
 def _longest(planner: Planner, largest: int) -> int:
-    """The longest sequence of which one sample fits: what fits in samples does in tokens, but for attention's own."""
+    """The longest sequence of which one sample fits. A first guess: as many tokens as in the largest micro-batch."""
     shortest = planner.request.sequence
     for length in (shortest << times for times in range(largest.bit_length() - 1, 0, -1)):
         with suppress(PlanError):  # longer than the model's positions
@@ -177,6 +175,6 @@ def _longest(planner: Planner, largest: int) -> int:
 
 
 def does_fit(planner: Planner, samples: int) -> bool:
-    """Whether a micro-batch of so many samples does, with updates and layers in pieces if need be."""
+    """Whether a micro-batch of so many samples fits, with updates and layers in pieces if necessary."""
     problem = planner.problem(samples).at(1)
     return problem.does_fit() or smallest(problem).does_fit()

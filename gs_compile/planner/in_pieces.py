@@ -1,12 +1,11 @@
-"""in_pieces: what takes less memory: layers that are updated in pieces, and that run on some tokens at a time.
+"""in_pieces: layers that are updated in pieces, or that run on some tokens at a time, take less memory.
 
-    a step does not fit         updates in pieces; if it is the device's memory that is short, the largest pieces of
-                                layers (`codegen.pieces`) with which it does, too
-    it fits                     updates or layers in pieces, if the memory that whole ones take is worth that much to
-                                values
+    a step does not fit         updates in pieces; if device memory is short, also layers in pieces (`codegen.pieces`),
+                                in the largest pieces that fit
+    it fits                     updates or layers in pieces, if the memory that they free makes the step faster
 
-Layers in pieces compute a little more and save nothing but their inputs, which the plan of each size counts. Only a
-device with memory of its own has some for them to save.
+Layers in pieces compute a little more and save only their inputs, which each plan takes into account. They free memory
+only on a device with memory of its own.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from gs_compile.planner.request import Request
 from gs_compile.planner.step_plan import StepPlan
 from gs_compile.planner.summary import on_tokens
 
-SIZES = (8192, 2048, 512)  # tokens: what depends on them falls to a quarter each time
-WORTH = 0.95  # of the time with whole layers: what it takes to launch more, smaller operations is not counted
+SIZES = (8192, 2048, 512)  # tokens of a piece: memory that depends on them falls to a quarter each time
+WORTH = 0.95  # of the time with whole layers: the plan does not count the launches of more, smaller operations
 
 
 def sizes(num_tokens: int, request: Request, *, separate: bool) -> tuple[int, ...]:
-    """Tokens of a piece to be tried for micro-batches of so many, the largest first; none where that is settled."""
+    """The tokens of a piece to try for micro-batches of `num_tokens`, the largest first; () if that is settled."""
     is_settled = request.layer_tokens is not None or not separate
     return () if is_settled else tuple(size for size in SIZES if size < num_tokens)
 
 
 def smaller(problem: Problem) -> Iterator[Problem]:
-    """The problem, and what takes less and less memory: with updates in pieces, and with layers in pieces, too."""
+    """The problem, and then problems that take less and less memory: updates in pieces, and layers in pieces, too."""
     scarce = problem.updated_in(SCARCE_UPDATES)
     yield problem
     yield scarce
@@ -46,13 +45,13 @@ def smaller(problem: Problem) -> Iterator[Problem]:
 
 
 def smallest(problem: Problem) -> Problem:
-    """The last of `smaller`, made alone."""
+    """The last of `smaller`, without the others."""
     scarce = problem.updated_in(SCARCE_UPDATES)
     return scarce.cut(min(scarce.in_pieces)) if _may_help(scarce) else scarce
 
 
 def _may_help(problem: Problem) -> bool:
-    """Whether a step may fit with layers in pieces: it would if its code computed in no device memory."""
+    """Whether a step may fit with layers in pieces: it would if its code needed no device memory at all."""
     if not problem.in_pieces or problem.request.saves:
         return False
     try:
@@ -63,8 +62,8 @@ def _may_help(problem: Problem) -> bool:
 
 
 def faster(problem: Problem) -> Iterator[tuple[Problem, float]]:
-    """The problem with updates or with layers in pieces, where the memory that they save could make a step faster, and
-    the part of the time with whole ones that a step is to take then.
+    """The problem with updates or with layers in pieces, if the memory that this frees could make a step faster; with
+    the part of the time with whole ones that a step then has to reach.
     """
 
     def part(other: Problem) -> float:
@@ -81,7 +80,7 @@ def faster(problem: Problem) -> Iterator[tuple[Problem, float]]:
 
 
 def with_layer_tokens(plan: StepPlan) -> StepPlan:
-    """The plan whose decision says how many tokens its layers run on, if it is to, and what that is for."""
+    """The plan with the tokens that its layers run on in its decision, and with a note on them."""
     size = plan.problem.layer_tokens
     if size is None:
         return plan

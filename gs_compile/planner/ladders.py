@@ -1,7 +1,7 @@
-"""ladders: of placements that may be faster than another one, the fastest that keeps the budgets.
+"""ladders: the fastest of several placements that keeps the budgets.
 
-A ladder is what one idea proposes: placements, each of which takes no less memory than the one before. The last one
-that fits is a candidate, which is simulated.
+A ladder is a sequence of placements, each of which takes no less memory than the one before, and is expected to be
+faster. The last one that fits is a candidate, which is simulated.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from gs_compile.planner.simulate.simulator import Simulation
 T = TypeVar("T")
 Ladder = Sequence[Placement]
 
-FASTER = 0.999  # of the time of a step that takes less memory: less is nothing
-CLEARLY_FASTER = 0.99  # of the time of another kind of plan: less is not worth it, or is what two timings differ by
+FASTER = 0.999  # of the time of a step that takes less memory: a smaller gain counts as none
+CLEARLY_FASTER = 0.99  # of the time of another kind of plan: a smaller gain is not worth it, or within timing noise
 
 
 def each_of(ladder: Ladder) -> Iterator[Ladder]:
-    """Each placement by itself, where none is sure to be faster than the one before."""
+    """Each placement as a ladder of its own, if later ones may not be faster."""
     return ([each] for each in ladder)
 
 
 def highest(ladder: Ladder, fitting: Callable[[Placement], T | None]) -> tuple[Placement, T] | None:
-    """The last placement of a ladder that fits, if any does, with what `fitting` makes of it."""
+    """The last placement of a ladder that fits, if any does, with the result of `fitting` for it."""
     last: tuple[Placement, T] | None = None
 
     def is_over(each: Placement) -> bool:
@@ -42,9 +42,9 @@ def highest(ladder: Ladder, fitting: Callable[[Placement], T | None]) -> tuple[P
 
 
 def fastest(problem: Problem, plain: Simulation, ladders: Iterable[Ladder], part: float = 1.0) -> Simulation:
-    """The first step that is as fast as the fastest one, of `plain` and then of what ladders propose, in their order.
+    """The first step that is as fast as the fastest one, among `plain` and then the candidates of the ladders in order.
 
-    part: of a step's time, that the fastest may take where both are as fast.
+    part: a step counts as fast as the fastest one if that takes at least this part of its time.
     """
     fitting = cache(problem.fitting)  # ladders may have placements in common
     ends = (highest(ladder, fitting) for ladder in ladders)

@@ -4,9 +4,8 @@
     plan(model, storage="/mnt/nvme0/me")                this machine, measured
 
 A linear program chooses where data lives for every number of micro-batches and every alpha (`lp.solve`), a search
-takes the smallest batch that reaches the saturated throughput (`lp.search`), and `decide` plans a step of that batch as
-it plans that of a run; of a large step that of a few bundles of micro-batches. What is said of its time is the
-simulator's.
+takes the smallest batch that reaches the saturated throughput (`lp.search`), and `decide` plans a step of that batch in
+the same way as that of a run; a large step with its micro-batches in a few bundles. Times are the simulator's.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MORE = 1e-3  # of throughput: less is nothing
-MOST_SAMPLES = 1_000_000  # of a micro-batch: the bytes of its values are numbers of 64 bits
+MORE = 1e-3  # of throughput: a smaller gain counts as none
+MOST_SAMPLES = 1_000_000  # of a micro-batch, so that the bytes of its values fit 64 bits
 
 T = TypeVar("T")
 
@@ -68,10 +67,10 @@ def plan(
 
 
 def planner_of(model: Any, request: Request, known: Iterable[Planner] = (), *, keeps: bool = False) -> Planner:
-    """From a model, as of `plan`, and what is asked of it, to its problems and its plan.
+    """The planner of a model, which is given as for `plan`, and of a request.
 
-    known: planners of the same model; the capture of one that asks for the same code serves this one too. keeps: what a
-    capture of a named model comes to is kept in the user's cache, and taken from there.
+    known: planners of the same model; the capture of one that needs the same code is reused. keeps: workloads of named
+    models are cached in the user's cache.
     """
     machine = named(request.machine)
     profile = _this_machine(request) if machine is None else load(machine)
@@ -90,9 +89,9 @@ def _this_machine(request: Request) -> Profile:
 
 @dataclass(frozen=True)
 class Planner:
-    """A model, a machine, and what is asked for: from there to a problem whose batch is known, and its decision.
+    """From a model, a machine and a request to a problem whose batch is known, and to its plan.
 
-    counts: as of a `Problem`, for all that are made.
+    counts: see `Problem`; all problems made here share it.
     """
 
     workloads: Workloads
@@ -101,7 +100,7 @@ class Planner:
     counts: dict[Hashable, Counted] = field(default_factory=dict, compare=False, repr=False)
 
     def plan(self) -> StepPlan:
-        """The plan of what is asked for, as of `or_storing_gradients`."""
+        """The plan of the request; if that does not fit, as of `or_storing_gradients`."""
         return self.or_storing_gradients(Planner._plan)
 
     def _plan(self) -> StepPlan:
@@ -150,19 +149,19 @@ class Planner:
         return problem.wider if request.saves else problem
 
     def or_storing_gradients(self, made: Callable[[Planner], T]) -> T:
-        """What is made of this, or of the same asked for as by `Request.or_storing_gradients`."""
+        """The result of `made` for this planner, or for one of `Request.or_storing_gradients`."""
         return self.request.or_storing_gradients(lambda request: made(self.asked(accumulate=request.accumulate)))
 
     def asked(self, **changes: Any) -> Planner:
-        """The planner of the same model and machine, asked for something else."""
+        """The planner of the same model and machine for another request."""
         request = replace(self.request, **changes)
         if request == self.request:
             return self
         return replace(self, request=request, workloads=self.workloads.asked(request))
 
     def searched(self) -> list[Problem]:
-        """The problems of micro-batch sizes that fit, until two larger ones have brought nothing; first the one with
-        the highest throughput, of equals the smallest batch. Where nothing fits so, what takes less memory is tried.
+        """The problems of the micro-batch sizes that fit, until two larger ones bring nothing. The first is the one
+        with the highest throughput, of equals the one with the smallest batch. If nothing fits, less memory is tried.
         """
         refusals: list[NoFitError] = []
         for first in in_pieces.smaller(self.problem(self.request.sizes[0])):
@@ -173,7 +172,7 @@ class Planner:
         raise refusals[-1]
 
     def _searched(self, first: Problem) -> list[Problem]:
-        """Those of all sizes, with updates and layers in pieces as of the first one."""
+        """The problems of all sizes, with updates and layers in pieces as in the first one."""
         fitting: list[Problem] = []
         for size in self.request.sizes:
             log.info("micro-batches of %d samples", size)
@@ -195,9 +194,9 @@ class Planner:
         return [chosen, *(each for each in fitting if each is not chosen)]
 
     def of_any_batch(self) -> StepPlan:
-        """The plan of the first search whose program keeps the budgets, else of the smallest batch.
+        """The plan of the first search whose step program keeps the budgets, otherwise of the smallest batch.
 
-        Where nobody has given the batch, half as many micro-batches are tried before another size.
+        If the batch is not given, half as many micro-batches are tried before another size.
         """
         fitting: list[Problem] = []
         with suppress(NoFitError):  # but the program of the least may fit
@@ -216,7 +215,7 @@ class Planner:
         return decide(problem.at(problem.number or 1))
 
     def narrower(self, problem: Problem) -> Iterator[tuple[States, Problem]]:
-        """The problem with states in fewer bits, by their type; none of what says itself what its states take."""
+        """The problem with states in fewer bits, by their type; none if the model is a given workload."""
         workload, request = problem.workload, problem.request
         every = get_args(States)
         for states in every[every.index(request.states) + 1 :]:
@@ -236,7 +235,7 @@ class Planner:
                 found = problem.found
                 plans[size] = explained(decide(problem), found, [])
             except MemoryBudgetError:
-                if size == 1:  # the least, or what it needs
+                if size == 1:  # the smallest step, or the error with its need
                     plans[size] = decide(problem)
             return size not in plans
 

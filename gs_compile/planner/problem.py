@@ -1,7 +1,7 @@
-"""problem: one model on one machine within budgets, and what is asked for; what fits, and what a step takes.
+"""problem: one model on one machine within budgets, and a request: what fits, and how long a step takes.
 
-A named model and a model at hand differ in where the machine's figures and the costs of code come from: they are asked
-for when they are needed, for what is settled without them need not be measured.
+A named model and one in this process differ in where the machine's figures and the costs of code come from. These are
+functions that are called when they are needed: what is settled without them need not be measured.
 """
 
 from __future__ import annotations
@@ -29,39 +29,38 @@ from gs_compile.planner.simulate.simulator import Simulation, predict
 from gs_compile.program.ir import TIERS, Program, Unit
 from gs_compile.schedules import BY_MICRO_BATCH
 
-LARGE = 2000  # computations of a forward: from there on candidates are compared with micro-batches in bundles
+LARGE = 2000  # computations of a forward: of larger steps, candidates are compared with micro-batches in bundles
 NUM_BUNDLES = 8
 
 
 class Saving(Protocol):
-    """What the layers of a model may save beside their inputs."""
+    """What the layers of a model may save in addition to their inputs."""
 
     def levels(self, x_nbytes: Sequence[BoundaryNbytes]) -> Levels:
-        """The levels of each layer, for micro-batches whose inputs have so many bytes; () where none may save more."""
+        """The levels of each layer, for micro-batches whose inputs have these bytes; () if none may save more."""
 
     def costs(self, *, last: bool) -> Mapping[Unit, UnitCost]:
-        """What the code of all units costs, with that of the levels; with `last` the last level alone counts."""
+        """The costs of all units, with those of the levels; with `last` only the last level."""
 
     def reasons(self) -> str:
-        """Why layers can save nothing, where that is known."""
+        """Why layers can save nothing, if that is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What is given to the steps of one model, and what is asked for.
+    """The steps of one model: what is given, and what is asked for.
 
-    builder: lays out steps of its own micro-batches, or of as many as are asked for, all like the workload's.
-    machine, code: the profile, and the workload with what code costs there, as functions that measure once.
-    saving: what layers may save; None: their inputs alone, whatever is faster.
-    host_nbytes, device_nbytes: the budgets of memory, as they are known before the machine is; None: as the machine and
-        the request say.
-    will_run: the steps are no mere plan: a large one is not left with its micro-batches in bundles.
-    whole_masters: gives the same problem with masters that are whole, where these are split because nobody has said.
-    in_pieces: gives the same problem with layers that run on so many tokens at a time, by their number, the largest
-        first; empty where there is nothing to choose. layer_tokens: that was chosen so.
-    masters: of narrow parameters, where there is a choice. layer_updates: as in `Decision`.
+    builder: lays out steps of its own micro-batches, or of any number of micro-batches like the workload's.
+    machine, code: the profile, and the workload with the costs of code on it, as functions that measure once.
+    saving: what layers may save; None: only their inputs.
+    host_nbytes, device_nbytes: the memory budgets that are known before the machine; None: by machine and request.
+    will_run: the steps are going to run: a large one must not keep its micro-batches in bundles.
+    whole_masters: returns the same problem with whole masters, if masters are split only because nothing is asked for.
+    in_pieces: by number of tokens, the largest first, returns the same problem with layers that run on that many tokens
+        at a time; empty if there is no choice. layer_tokens: the number that was chosen so.
+    masters: of narrow parameters, if there is a choice. layer_updates: as in `Decision`.
     apart: each stack has ratios of its own; otherwise all have the same.
-    counts: what was counted of the same model so far, for this problem and those made of it, by `Counted.key`.
+    counts: what was counted of the same model so far, by `Counted.key`; problems derived from this one share it.
     """
 
     builder: StepBuilder
@@ -82,7 +81,7 @@ class Problem:
 
     @property
     def number(self) -> int:
-        """The micro-batches of its steps; 0: that is to be found."""
+        """The number of micro-batches of its steps; 0: to be found."""
         return self.builder.layout.num_micro_batches
 
     # What is asked for when it is needed ------------------------------------------------------------------------------
@@ -108,9 +107,9 @@ class Problem:
 
     @cached_property
     def wider(self) -> Problem:
-        """The problem with layers that may save more than their inputs; itself where none may, or they do already.
+        """The problem with layers that may save more than their inputs; itself if none may, or they may already.
 
-        Raises `PlanError` where something is to be saved and there is nothing.
+        Raises `PlanError` if saving is asked for and layers can save nothing.
         """
         layout, saving, request = self.builder.layout, self.saving, self.request
         levels = saving.levels(layout.x_nbytes) if saving and not layout.levels else layout.levels
@@ -127,7 +126,7 @@ class Problem:
 
     @cached_property
     def priced(self) -> Problem:
-        """The problem with units whose updates have their price, once the machine is known."""
+        """The problem with the costs of updates in its units, which need the machine's figures."""
         sizes = self.workload.sizes
         return self if sizes == self.builder.sizes else self.resized(sizes)
 
@@ -139,47 +138,48 @@ class Problem:
         return replace(self, machine=lambda: profile, code=lambda: workload, **changes)
 
     def resized(self, sizes: tuple[UnitSize, ...]) -> Problem:
-        """The problem of the same code with units of other sizes."""
+        """The problem with the same code, and units of other sizes."""
         builder = replace(self.builder, sizes=sizes)
         return self.of(replace(self.workload, sizes=sizes), builder=builder)
 
     def asked(self, request: Request) -> Problem:
-        """The problem of the same model and machine, asked for something else."""
+        """The problem of the same model and machine, for another request."""
         if request == self.request:
             return self
         return replace(self, request=request, builder=self.builder.laid_out(accumulates=request.accumulate))
 
     @property
     def emptied(self) -> Problem:
-        """With nothing in host memory of what nobody has given a ratio of."""
+        """The problem with nothing in host memory of the classes without a given ratio."""
         ratios = replace(self.request.ratios, **dict.fromkeys(CLASSES, 0.0) | self.request.ratios.given())
         return self.asked(replace(self.request, ratios=ratios))
 
     def updated_in(self, number: int) -> Problem:
-        """With each layer's update in so many pieces."""
+        """The problem with each layer's update in `number` pieces."""
         return self if number == self.layer_updates else replace(self, layer_updates=number)
 
     def like(self, other: Problem) -> Problem:
-        """This problem, for as many micro-batches as another one, updated in as many pieces, and asked for the same."""
+        """This problem with the number of micro-batches, the pieces of updates and the request of another one."""
         return self.at(other.number).updated_in(other.layer_updates).asked(other.request)
 
     def cut(self, size: int) -> Problem:
-        """With layers that run on so many tokens at a time, of those in `in_pieces`."""
+        """The problem with layers that run on `size` tokens at a time, one of `in_pieces`."""
         return self.in_pieces[size]().like(self)
 
     def at(self, number: int) -> Problem:
-        """The problem of steps of so many micro-batches."""
+        """The problem for steps of `number` micro-batches."""
         return self if number == self.number else replace(self, builder=self.builder.at(self.workload, number))
 
     @property
     def steps(self) -> Problem:
-        """The problem of the steps that a plan looks at: what is going to run as it is, else as `trial` bundles it."""
+        """The problem that is planned in the end: this one if it will run or is micro-batch-major, else `trial`."""
         return self if self.will_run or self.request.schedule in BY_MICRO_BATCH else self.trial
 
     @cached_property
     def trial(self) -> Problem:
-        """The problem with a few micro-batches for a large step's, by which placements are compared: in bundles, each
-        of which stands for several. Where each brings in the whole model, as it is: then the others do as these.
+        """The problem with a few micro-batches in place of a large step's, to compare placements: bundles, each of
+        which stands for several. If each micro-batch loads the whole model, they are single ones: the others repeat
+        them.
         """
         if self.number <= NUM_BUNDLES or self.number * self.workload.num_layers <= LARGE:
             return self
@@ -192,14 +192,14 @@ class Problem:
 
     @property
     def data(self) -> ProblemData:
-        """What its linear programs are made from."""
+        """The data from which its linear programs are made."""
         return ProblemData(self.formulas, self.budgets, self.request)
 
     @cached_property
     def found(self) -> Search:
-        """What the linear program finds, of its micro-batches, or of as many as saturate (`lp.search`).
+        """The linear program's results, for its number of micro-batches, or for one that saturates (`lp.search`).
 
-        Raises `NoFitError` where nothing fits.
+        Raises `NoFitError` if nothing fits.
         """
         return search(self.data, self.number or None)
 
@@ -209,22 +209,22 @@ class Problem:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the best, by the linear program."""
+        """The throughput of the best solution, by the linear program."""
         return self.workload.tokens * self.best.throughput
 
     def does_fit(self) -> bool:
-        """Whether a step does, by the linear program; of one micro-batch where their number is to be found."""
+        """Whether a step fits, by the linear program; one with one micro-batch if their number is to be found."""
         if self.profile.separate and self._room_nbytes < 0:
-            return False  # whatever else is on the device, which need not be counted
+            return False  # whatever else is on the device
         return has_solution(self.data, self.number or 1)
 
     def solved(self, number: int, alpha: float | None = None, *, budgets: Budgets | None = None) -> Solution | None:
-        """The linear program's answer for one alpha or the best; None where nothing fits."""
+        """The linear program's solution for one alpha, or for the best; None if nothing fits."""
         data = self.data if budgets is None else self.data._replace(budgets=budgets)
         return best_for(data, number, () if alpha is None else (alpha,))
 
     def predicted(self, placement: Placement, program: Program | None = None) -> Simulation:
-        """A simulation of steps none of which is rolled back, in the memory of the program, if that is known."""
+        """A simulation of steps without rollbacks, of `program` if it is known."""
         program = program or self.builder.program(placement)
         if placement.speculative:
             program = replace(self.builder.usual(placement), peaks=program.peaks)
@@ -234,43 +234,43 @@ class Problem:
         )
 
     def valued(self, decision: Decision) -> Solution:
-        """What a decision takes by the linear program, whether or not it fits."""
+        """A decision with its seconds by the linear program, whether or not it fits."""
         return System(self.data, self.number, decision.alpha).valued(decision)
 
     def needs(self, solution: Solution) -> tuple[dict[str, int], int]:
-        """The most bytes that a step has on each tier, and those that it writes to SSD, by the linear program."""
+        """The most bytes of a step on each tier, and the bytes that it writes to SSD, by the linear program."""
         return System(self.data, solution.num_micro_batches, solution.alpha).needs(solution.decision)
 
     # Whether they fit -------------------------------------------------------------------------------------------------
 
     @property
     def values_nbytes(self) -> int | None:
-        """Device memory without what code computes with; None: the device has none of its own."""
+        """Device memory without the workspace of code; None: the device has no memory of its own."""
         return max(self._room_nbytes, 0) if self.profile.separate else None
 
     @property
     def _room_nbytes(self) -> int:
-        """Bytes that the device has beside what code computes with; below 0 where that alone does not fit."""
+        """The device's bytes without the workspace of code; negative if that alone does not fit."""
         return self.budgets.device_nbytes - self.workload.workspace_nbytes
 
     def fitting(self, placement: Placement) -> Program | None:
-        """A placement's step among others, if none of its programs takes more than the budgets."""
+        """The step program of a placement, if all of its programs keep the budgets; otherwise None."""
         programs = self.builder.programs(placement)
         first = next(programs)
         return first if fits(chain((first,), programs), self._most) else None
 
     def lacking(self, placement: Placement) -> dict[str, int]:
-        """By tier, the bytes that the steps of a placement take beyond the budgets, with what code computes with."""
+        """By tier, the bytes by which the steps of a placement, with their workspaces, exceed the budgets."""
         over = [self.excess(program) for program in self.builder.programs(placement)]
         return {tier: max(each.get(tier, 0) for each in over) for tier in TIERS if any(tier in each for each in over)}
 
     def excess(self, program: Program) -> dict[str, int]:
-        """By tier, the bytes that a step takes beyond its budget."""
+        """By tier, the bytes by which a step exceeds its budget."""
         return excess(program, self._most)
 
     @property
     def _most(self) -> dict[str, int]:
-        """The most that a step may take, by tier. A run's store says itself what SSD has room for."""
+        """The most that a step may take, by tier. (For a run, the store checks the room on SSD.)"""
         most = {"host": self.budgets.host_nbytes}
         if self.profile.separate:
             most["device"] = self._room_nbytes
@@ -279,7 +279,7 @@ class Problem:
         return most
 
     def check(self) -> None:
-        """Raise `OptionError` where the ratios that are asked for contradict what there is."""
+        """Raise `OptionError` if the given ratios are impossible here."""
         ratios, separate = self.request.ratios.given(), self.builder.layout.separate
         for name in DEVICE_RATIOS:
             if ratios.get(name) and not separate:
@@ -295,11 +295,11 @@ class Problem:
 
 
 def fits(programs: Iterable[Program], most: Mapping[str, int | None]) -> bool:
-    """Whether none of them takes more of a tier than the `most` it may."""
+    """Whether no program takes more of a tier than `most`."""
     return not any(excess(program, most) for program in programs)
 
 
 def excess(program: Program, most: Mapping[str, int | None]) -> dict[str, int]:
-    """By tier, the bytes that a step takes beyond the `most` it may; None: nothing is said of a tier."""
+    """By tier, the bytes by which a step exceeds `most`; None: the tier has no bound."""
     over = {tier: planned_peak(program, tier) - nbytes for tier, nbytes in most.items() if nbytes is not None}
     return {tier: nbytes for tier, nbytes in over.items() if nbytes > 0}

@@ -1,4 +1,4 @@
-"""programs: the programs of a run's steps, by size and shape, within what its first step has settled."""
+"""programs: the programs of a run's steps, by size and shape, within the memory that its first step has settled."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class StepPrograms:
         self._placements: dict[tuple[Layout, bool], Placement] = {}
 
     def shape(self, layout: SpecializedModel, tied: Set[Unit], *, training: bool) -> StepShape:
-        """The layout's shape where parameters of the units `tied` are apart."""
+        """The layout's shape, with the shared parameters of the units `tied` as a unit of their own."""
         return layout.shape_of(self.builder.sizes, tied, training=training)
 
     def snapshots(self, placement: Placement, shape: StepShape, context: StepContext) -> tuple[Program, ...]:
         """Every snapshot of a step.
 
-        The step with all late updates takes the most memory and is planned first: the others run in what it has.
+        The step with all late updates takes the most memory and is planned first: the others run in its memory.
         """
         key = placement, shape, context
         if key not in self._programs:
@@ -70,7 +70,7 @@ class StepPrograms:
         return self._programs[key]
 
     def flush(self, context: StepContext) -> Program:
-        """The late updates alone, and what the context adds to them."""
+        """The program of the late updates alone, with a commit if the context has one."""
         key = "flush", context
         if key not in self._programs:
             self._programs[key] = self._packed(flush(self.placement, context), self.placement)
@@ -79,7 +79,7 @@ class StepPrograms:
     def _packed(
         self, programs: Sequence[Program], placement: Placement, largest: Program | None = None
     ) -> tuple[Program, ...]:
-        """The last one in the host memory that programs so far have, or where it needs more, in all there may be."""
+        """The last snapshot, packed into the host memory of earlier programs or, if it needs more, into the budget."""
         before = max((known[-1].slab_nbytes for known in self._programs.values()), default=0)
         on_device = self.device_nbytes
         found = packed(programs[-1], placement, before, on_device)
@@ -90,9 +90,9 @@ class StepPrograms:
         return (*programs[:-1], replace(found, slab_nbytes=max(before, found.slab_nbytes)))
 
     def sized(self, layouts: Sequence[SpecializedModel], shape: StepShape) -> Placement:
-        """The homes of a step of another size: the first of `_retreats` that fits in what the first step has settled.
+        """The placement of a step of another size: the first of `_retreats` that fits into the settled memory.
 
-        Raises `MemoryBudgetError` where none does.
+        Raises `MemoryBudgetError` if none fits.
         """
         known = self.placement
         levels = levels_of(layouts) if known.decision.shares and shape.training else known.layout.levels
@@ -125,16 +125,16 @@ class StepPrograms:
         )
 
     def _retreats(self, planned: Placement, *, training: bool) -> Iterable[Placement]:
-        """The placements of `_less_in_memory`, each with less and less between two steps (`without`), which costs less
-        than the next of them does. An evaluation runs beside what is carried and reads no states.
+        """The placements of `_less_in_memory`, each followed by variants with less and less kept between two uses
+        (`without`), which costs less time than the next placement. An evaluation keeps what is carried.
         """
         home_nbytes = fixed_offsets(self.placement).nbytes
         every = (without(each, home_nbytes) if training else (each,) for each in self._less_in_memory(planned))
         return dict.fromkeys(chain.from_iterable(every))
 
     def _less_in_memory(self, planned: Placement) -> Iterator[Placement]:
-        """The placement as planned; with layers that save their inputs alone, if the options ask for no more; with all
-        activations away from the device; with all of them on SSD, if there is any.
+        """The placement as planned; with layers that save only their inputs, unless the options ask for more; with all
+        activations away from the device; with all of them on SSD, if there is storage.
         """
         yield planned
         if planned.decision.shares and not self.planner.request.saves:
@@ -147,13 +147,13 @@ class StepPrograms:
 
     @cached_property
     def _on_device(self) -> int:
-        """What values may have of the device's memory; where nobody has said, what the first step was planned to."""
+        """The device memory for values; if none is given, what the first step was planned to take."""
         if (known := self.planned.values_nbytes) is not None:
             return known
         return max(planned_peak(program, "device") for program in self.builder.steps(self.placement))
 
     def predict(self, placement: Placement, shape: StepShape) -> Simulation:
-        """What consecutive steps of a kind take on this machine, by the simulator."""
+        """A simulation of consecutive steps of this kind on this machine."""
         planner, builder = self.planner, replace(self.builder, shape=shape) if shape.training else self.builder
         problem = planner.problem(self.planned.budgets, self.planned.masters, placement.decision.layer_tokens)
         workload = problem.wider.workload if placement.decision.shares else problem.workload
@@ -162,7 +162,7 @@ class StepPrograms:
 
     @property
     def device_nbytes(self) -> int | None:
-        """What values may have of the device's memory; where nobody has said, what the plan's order takes."""
+        """The device memory for values; if none is given, what the planned program takes."""
         nbytes = self.planned.values_nbytes
         return 0 if nbytes is None and self.placement.separate else nbytes
 
@@ -172,13 +172,13 @@ class StepPrograms:
 
     @cached_property
     def planned_step(self) -> Program:
-        """A step as it was planned, without its memory."""
+        """The planned step, without its memory plan."""
         return self.builder.program(self.placement, planned=False)
 
     @cached_property
     def files(self) -> Sequence[int]:
-        """The bytes of each extent of this run: what a step has on SSD, activations once for each call at a time, and
-        what commits have beside.
+        """The bytes of each extent of this run: what a step has on SSD (activations once for each open call), and what
+        commits store in addition.
         """
         rest = self.planner.model.rest_nbytes
         extents = [rest, rest] if rest else []
@@ -191,7 +191,7 @@ class StepPrograms:
 
     @property
     def ssd_nbytes(self) -> int:
-        """What the files of this run take."""
+        """The bytes of this run's files."""
         return sum(self.files)
 
     def describe(self, program: Program) -> str:
@@ -222,5 +222,5 @@ class StepPrograms:
 
     @cached_property
     def _own(self) -> str:
-        """What the schedule has decided beside; made once, as every call is described and this lowers a step."""
+        """What the schedule has decided in addition; cached, as this lowers a step, and every call is described."""
         return table(self.placement, self.builder)

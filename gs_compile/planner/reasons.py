@@ -1,4 +1,4 @@
-"""reasons: what limits a step, what is nearly as good, and what is worth knowing, each found by solving again."""
+"""reasons: what limits a step, which other settings are nearly as good, and notes, all found by solving again."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from gs_compile.planner.step_plan import SECONDS_PER_DAY, Alternative, StepPlan,
 from gs_compile.planner.summary import rate_text
 from gs_compile.schedules import BASELINE
 
-WORTH_SAYING = 0.01  # a change of the step's time below this is nothing
+WORTH_SAYING = 0.01  # a smaller relative change of the step's time counts as none
 MOST_ALTERNATIVES = 3
 FASTER_DEVICE = 0.1
-MOST_DAYS = 3 * 365.0  # of training, that drives last: for longer, nobody asks
+MOST_DAYS = 3 * 365.0  # drives that last longer, in training, are not a concern
 STORES_GRADIENTS = (
     "host memory has no room for all gradients, which wait for their norm: each step writes and reads the rest on SSD"
 )
@@ -38,8 +38,8 @@ Narrower = Iterable[tuple[States, Problem]]
 
 
 def explained(plan: StepPlan, found: Search, others: Sequence[Problem], narrower: Narrower = ()) -> StepPlan:
-    """The plan with what limits it, what else there was, and notes. `others`: problems of other micro-batch sizes;
-    narrower: as of `longer_life`.
+    """The plan with what limits it, with alternatives, and with notes. `others`: problems of other micro-batch sizes;
+    narrower: see `sparing`.
     """
     rows = [(number, each.seconds) for number, each in found.history if each is not None]
     return replace(
@@ -53,8 +53,8 @@ def explained(plan: StepPlan, found: Search, others: Sequence[Problem], narrower
 
 
 def binding(problem: Problem, solution: Solution) -> Iterator[str]:
-    """What more of each resource would bring, by the linear program; where none brings anything alone, as lanes are
-    equally busy, also the two that bring most together. `solution` is the best without.
+    """What more of each resource would bring, by the linear program. If none brings anything alone, because lanes are
+    equally busy, also the two that bring most together. `solution` is the best one now.
     """
     more = richer(problem)
 
@@ -73,9 +73,7 @@ def binding(problem: Problem, solution: Solution) -> Iterator[str]:
 
 
 def alternatives(problem: Problem, chosen: Search, others: Sequence[Problem]) -> Iterator[Alternative]:
-    """The settings nearest in throughput to the best of the search, by the linear program; all with its alpha, which
-    the simulator may have chosen.
-    """
+    """The settings nearest in throughput to the best one of the search, by the linear program, all with its alpha."""
     solution, workload, request = chosen.best, problem.workload, problem.request
     number, alpha = solution.num_micro_batches, solution.alpha
     fewer = [n for n, each in chosen.history if n < number and each is not None][-2:]
@@ -102,7 +100,7 @@ def alternatives(problem: Problem, chosen: Search, others: Sequence[Problem]) ->
 
 
 def notes(plan: StepPlan) -> Iterator[str]:
-    """What a reader should know before spending time on this."""
+    """Notes that a reader should know before running this plan."""
     if plan.num_micro_batches == 1 and plan.schedule == "vertical":
         yield f"one micro-batch: the {BASELINE} order is the same step"
     if (bundles := plan.placement.layout.num_micro_batches) < plan.num_micro_batches:
@@ -118,13 +116,13 @@ def notes(plan: StepPlan) -> Iterator[str]:
     if compute > 1 - WORTH_SAYING:
         yield "the computation never waits"
     wear = plan.budgets.wear_bytes_per_second
-    if wear and plan.written / wear > plan.seconds * (1 + WORTH_SAYING):  # the program itself does not wait for that
+    if wear and plan.written / wear > plan.seconds * (1 + WORTH_SAYING):  # the program itself does not slow down
         yield f"the drives last as long as asked if a step begins every {plan.written / wear:.3g} s, and not sooner"
 
 
 def longer_life(plan: StepPlan, narrower: Narrower = ()) -> Iterator[str]:
-    """The settings with which drives that wear within years last twice as long, and what that costs, by the linear
-    program; narrower: as of `sparing`.
+    """Notes on settings with which drives that wear out within years last twice as long, and on what that costs, by the
+    linear program; narrower: see `sparing`.
     """
     request, rated, tokens = plan.problem.request, plan.profile.ssd_rated_nbytes, plan.workload.tokens
     if request.spec.batch_like or not 0 < rated < MOST_DAYS * plan.written_per_day:  # the batch is another's
@@ -145,9 +143,9 @@ def longer_life(plan: StepPlan, narrower: Narrower = ()) -> Iterator[str]:
 
 
 def sparing(plan: StepPlan, narrower: Narrower) -> Iterator[tuple[dict[str, Any], Solution, float]]:
-    """What to ask for such that drives last twice as long as by the plan, the linear program's answer to that with the
-    plan's alpha, and the bytes that it writes in a day: with states as they are, and with each of `narrower`, the
-    problem with states in fewer bits; with updates in pieces where whole ones do not fit.
+    """Settings with which drives last twice as long as by the plan, the linear program's solution with the plan's
+    alpha, and the bytes that it writes in a day: with states as they are, and with each of `narrower`, the problems
+    with states in fewer bits; with updates in pieces if whole ones do not fit.
     """
     days = 2 * plan.profile.ssd_rated_nbytes / plan.written_per_day
     lasting: dict[str, Any] = {"wear_years": float(f"{days * SECONDS_PER_DAY / SECONDS_PER_YEAR:.2g}")}
@@ -163,7 +161,7 @@ def sparing(plan: StepPlan, narrower: Narrower) -> Iterator[tuple[dict[str, Any]
 
 
 def richer(problem: Problem) -> dict[str, Callable[[Problem], Problem]]:
-    """More of one resource, in amounts that one can buy: what it is called, and what gives a problem that has it."""
+    """More of one resource, in amounts that one can buy: its name, and a function from a problem to one that has it."""
 
     def on(each: Problem, profile: Profile | None = None, *, host: int = 0, device: int = 0) -> Problem:
         now = each.budgets

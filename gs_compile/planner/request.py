@@ -1,7 +1,7 @@
 """request: what is asked of a plan. What is given is kept; what is None is chosen.
 
-A plan of a named model and the plan of a run are asked for alike: the first by the fields of a `Request`, which are
-also the flags of the command line, the second by the options of the backend (`Request.of`). Nothing heavy is imported.
+A named model's plan is requested by the fields of a `Request`, which are also the flags of the command line, a run's
+plan by the options of the backend (`Request.of`). Nothing heavy is imported.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Precision = Literal["bf16", "model"]
 States = Literal["fp32", "bf16", "8bit"]
 OptimizerName = Literal["adamw", "muon"]
 
-ALPHAS = tuple(number / 100 for number in range(51))  # that the planner chooses from
-MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)  # tried where none is given
+ALPHAS = tuple(number / 100 for number in range(51))  # from which the planner chooses
+MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)  # tried if none is given
 SECONDS_PER_YEAR = 365 * 86400
-MOST_YEARS = 1_000_000  # that drives are asked to last: the solver has no room for more
-MOST_MICRO_BATCHES = 1_000_000  # of a step: each has numbers of its own in a plan
-CHOSEN = "chosen"  # by the plan, where nothing is given
+MOST_YEARS = 1_000_000  # that drives may be asked to last: the solver's numbers allow no more
+MOST_MICRO_BATCHES = 1_000_000  # of a step: a plan has numbers for each
+CHOSEN = "chosen"  # by the plan, if nothing is given
 
 
 def setting(default: Any, text: str, **told: Any) -> Any:
@@ -46,9 +46,9 @@ def setting(default: Any, text: str, **told: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is asked of a plan; raises `PlanError` or `OptionError` where settings contradict each other.
+    """What is asked of a plan; raises `PlanError` or `OptionError` if settings contradict each other.
 
-    Options of the backend with the same name say more of what they do. `clipping` is `Expert.clip`.
+    The options of the backend with the same names are described in `Options` and `Expert`. `clipping` is `Expert.clip`.
     """
 
     machine: str | Path | Profile | None = setting(
@@ -165,7 +165,9 @@ class Request:
 
     @classmethod
     def of(cls, options: Options, *, clip: bool, accumulate: bool = False) -> Request:
-        """What the options of a run ask for; clip: its optimizer clips gradients; accumulate: its loop is known to."""
+        """The request of a run's options. clip: its optimizer clips gradients; accumulate: its loop is known to
+        accumulate.
+        """
         expert, accumulate = options.expert, accumulate or options.accumulate
         if accumulate and not options.accumulate:  # whatever is given: an early update would be wrong
             expert = replace(expert, alpha=None, clip=None)
@@ -186,7 +188,7 @@ class Request:
 
     @property
     def speculative(self) -> bool:
-        """Whether updates run before the norm is known: where that is asked for, or where not all are to be late."""
+        """Whether updates run before the norm is known: if that is asked for, or if not all updates are to be late."""
         return (
             self.clip
             and not self.accumulate
@@ -199,10 +201,10 @@ class Request:
         return (self.clip and not self.speculative) or self.accumulate
 
     def or_storing_gradients(self, made: Callable[[Request], T]) -> T:
-        """What is made of this. Where that does not fit and nobody asks when updates run, it is made of the same with
-        gradients that wait for the norm on SSD too, as those of several backwards.
+        """The result of `made` for this request. If that does not fit, and nothing says when updates run, the result
+        for the same request with gradients that wait for the norm on SSD, too, like those of several backwards.
 
-        That takes less host memory, and each step writes and reads all gradients. A refusal says what that needs.
+        That takes less host memory, but each step writes and reads all gradients. Errors name what the latter needs.
         """
         is_free = self.clipping is None and self.alpha is None and self.schedule == "vertical"
         try:
@@ -214,7 +216,7 @@ class Request:
 
     @property
     def alphas(self) -> tuple[float, ...]:
-        """The alphas that may be chosen. A schedule as others publish it delays nothing that nobody asks to delay."""
+        """The alphas that may be chosen. A schedule as others publish it delays updates only if asked to."""
         if self.late:
             return (1.0,)
         if self.alpha is not None:
@@ -225,16 +227,16 @@ class Request:
 
     @property
     def saves_all(self) -> bool:
-        """Whether nothing is to be computed again."""
+        """Whether nothing is to be recomputed."""
         return self.recompute == "none"
 
     @property
     def saves(self) -> bool:
-        """Whether activations are to be saved, whether that is faster or not."""
+        """Whether activations are to be saved, even if that is slower."""
         return self.saves_all or bool(self.ratios.activation)
 
     def recomputing(self) -> Request:
-        """The request with nothing saved but layers' inputs."""
+        """The request with only layers' inputs saved."""
         return replace(self, recompute="all", ratios=replace(self.ratios, activation=None))
 
     # Sizes and budgets ------------------------------------------------------------------------------------------------
@@ -255,7 +257,7 @@ class Request:
 
     @property
     def sizes(self) -> Sequence[int]:
-        """Sizes of micro-batches to try: the one that is given or follows, or those that a batch can be cut into."""
+        """The micro-batch sizes to try: the one that is given or follows, or those into which a batch can be cut."""
         batch_size = self.own_batch_size
         if batch_size is None:
             return [self.micro_batch_size] if self.micro_batch_size else MICRO_BATCH_SIZES
@@ -273,7 +275,7 @@ class Request:
         return [size]
 
     def number(self, size: int) -> int | None:
-        """Micro-batches of `size` samples, where they are given or follow."""
+        """The number of micro-batches of `size` samples, if it is given or follows."""
         if self.spec.whole_batch:
             return 1
         batch_size = self.own_batch_size
@@ -286,9 +288,9 @@ class Request:
         return number
 
     def budgets(self, profile: Profile, *, host_nbytes: int | None = None, device_nbytes: int | None = None) -> Budgets:
-        """What a run may use of a machine; host_nbytes, device_nbytes: what is asked for, where that is known in bytes.
+        """What a run may use of a machine. host_nbytes, device_nbytes: what is asked for, if it is known in bytes.
 
-        Raises `PlanError` where it is not known what drives are rated for.
+        Raises `PlanError` if the drives must last, but their rating is not known.
         """
         years, rated = self.wear_years, profile.ssd_rated_nbytes
         if years is not None and not rated:
@@ -312,7 +314,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Budgets:
-    """What a run may use. Without wear_bytes_per_second SSDs are written as fast as they take it."""
+    """What a run may use. wear_bytes_per_second: None: writes to SSD are not limited."""
 
     host_nbytes: int
     device_nbytes: int = 0
@@ -320,7 +322,7 @@ class Budgets:
     wear_bytes_per_second: float | None = None
 
     def of(self, tier: str) -> int:
-        """Bytes of a tier."""
+        """The bytes of a tier."""
         nbytes: int = getattr(self, f"{tier}_nbytes")
         return max(nbytes, 1)
 
@@ -330,4 +332,4 @@ def several(number: int) -> str:
     return f"{number} micro-batch{'es' if number > 1 else ''}"
 
 
-SILENT: Mapping[str, Any] = {each.name: each.default for each in fields(Request)}  # where nobody asks
+SILENT: Mapping[str, Any] = {each.name: each.default for each in fields(Request)}  # a request that asks for nothing

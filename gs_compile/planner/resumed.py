@@ -1,6 +1,6 @@
-"""resumed: the plan of a run that goes on, taken again where nothing that it was made for has changed.
+"""resumed: the plan of a resumed run is taken from its commit, if nothing has changed that it was made for.
 
-What is measured differs a little each time, and another plan would have all values copied to other files. A plan that
+Measured figures differ a little each time, and another plan would have all values copied to other files. A plan that
 follows from options and budgets alone is simply made again.
 """
 
@@ -31,15 +31,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ACCUMULATES, NUM_CALLS = "accumulates", "num_calls"  # of the loop, for which there may be no plan that is searched for
-MOST_CALLS = 1 << 16  # more is no number that was written here
-SAME = 0.1  # of host memory, by which a budget that is what happens to be free may differ
+ACCUMULATES, NUM_CALLS = "accumulates", "num_calls"  # of the loop; stored even if the plan itself is not
+MOST_CALLS = 1 << 16  # a larger number was not written by this package
+SAME = 0.1  # of host memory, by which a budget that follows from the free memory may differ
 
 
 def fingerprint(
     options: Options, sizes: Sequence[UnitSize], layouts: Sequence[SpecializedModel], shape: StepShape, *settled: Any
 ) -> str:
-    """A hash of all that a plan follows from but what is measured. settled: what else that is, as text or numbers."""
+    """A hash of everything that a plan depends on, except what is measured. settled: further facts, as text or numbers.
+    """
     batches = activations(layouts)
     settled_options = replace(options, group=None, mesh=None, resume=None, progress=None, report=None, status=None)
     facts = settled_options, sizes, batches, shape, settled, __version__
@@ -53,15 +54,14 @@ def _plain(fact: Any) -> Any:
 
 
 def num_calls_of(former: Mapping[str, Any]) -> int:
-    """How many calls of the model waited for their backward at a time; 1 where a commit does not say."""
+    """The number of calls of the model that waited for their backward at a time; 1 if a commit does not say."""
     number = former.get(NUM_CALLS)
     return number if type(number) is int and 1 <= number <= MOST_CALLS else 1
 
 
 def facts_of(plan: StepPlan, made_for: str, whole_nbytes: int, values_nbytes: int | None) -> dict[str, Any]:
-    """What commits keep of a plan that was searched for: what was decided, and what for; `whole_nbytes` of host memory.
-
-    Of one with what only its schedule can read they keep nothing: it is made again.
+    """What commits store of a plan that was searched for: the decision, and what it was made for; `whole_nbytes` of
+    host memory. Nothing if only the schedule can read the decision: the plan is then made again.
     """
     decision = plan.placement.decision
     if decision.own is not None:
@@ -73,9 +73,9 @@ def facts_of(plan: StepPlan, made_for: str, whole_nbytes: int, values_nbytes: in
 def as_before(
     problem: Problem, former: Mapping[str, Any], made_for: str, whole_nbytes: int, host_nbytes: int | None = None
 ) -> Placement | None:
-    """The placement that was decided before; None: it was made for something else, or does not fit any more.
+    """The placement of the commit's plan; None: it was made for something else, or does not fit any more.
 
-    whole_nbytes: of host memory, of which `host_nbytes` are for one call where several are under way; None: all.
+    whole_nbytes: of host memory; `host_nbytes` of these are for one call, if several are open; None: all.
     """
     before, values_nbytes = former.get("host_nbytes"), former.get("values_nbytes")
     if former.get("made_for") != made_for or type(before) is not int or not isinstance(values_nbytes, int | None):
@@ -93,11 +93,11 @@ def as_before(
             return None
         return _fitting(builder, decision, {"host": host_nbytes or whole_nbytes, "device": values_nbytes})
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError):
-        return None  # nothing that was written here: a placement asserts what it never has
+        return None  # not written by this package: a placement's assertions failed
 
 
 def _check(decision: Decision, builder: StepBuilder) -> None:
-    """Raise ValueError for a decision that none here is like, before it takes time or memory."""
+    """Raise ValueError for a decision that this package would not make, before it takes time or memory."""
     units, most = {size.unit for size in builder.sizes}, 2 * len(builder.sizes)  # stages of a step
     stages = decision.ahead, decision.lookahead
     numbers = decision.alpha, decision.layer_updates, *stages, *(share.part for share in decision.shares)
@@ -113,7 +113,7 @@ def _check(decision: Decision, builder: StepBuilder) -> None:
 
 
 def _fitting(builder: StepBuilder, decision: Decision, most: Mapping[str, int | None]) -> Placement | None:
-    """What was decided, if there is room for it; with less in memory between two steps (`without`) where that fits."""
+    """The placement of a decision, if it fits, maybe with less in memory between two uses (`without`)."""
     for each in without(builder.placement(decision)):
         if fits(builder.programs(each), most):
             return each

@@ -1,8 +1,8 @@
-"""run: the plan of a model at hand, made at its first call, with the other ranks if there are any.
+"""run: the plan of a model in this process, made at its first call, together with the other ranks if there are any.
 
-What `decide` decides, for the model's own micro-batches. The machine is measured and the layers' code is timed when the
-decision needs it. Ranks share one plan: that of the first rank, for the largest batch of all and the smallest budgets.
-The log (`gs_compile.planner.run`) says what was decided.
+`decide` makes it, for the model's own micro-batches. The machine is measured and the layers' code is timed if the
+decision needs it. Ranks share the plan of the first rank, for the largest batch of all and the smallest budgets. The
+log (`gs_compile.planner.run`) says what was decided.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from gs_compile.runtime.threads import update_threads
 
 log = logging.getLogger(__name__)
 
-MANY = 5000  # micro-batches of layers: a plan lowers and simulates steps of all of them, 2000 in 10 s and more
-MOST_ROUNDS = 4  # of planning with less: what several calls share is known once it is planned
+MANY = 5000  # pairs of a layer and a micro-batch: a plan lowers and simulates whole steps, 2000 pairs in 10 s and more
+MOST_ROUNDS = 4  # of planning with less: what several calls share is only known after planning
 
 
 class CallBudgets(NamedTuple):
-    """What one call of the model may use where several are under way at a time; of the device None: nothing is said."""
+    """What one call of the model may use if several are open at a time; of the device None: no bound."""
 
     host_nbytes: int
     device_nbytes: int | None
@@ -61,10 +61,10 @@ class CallBudgets(NamedTuple):
 class Planned:
     """What was decided for a run.
 
-    plan: by this rank, which is the first; None: by another one, or by the run that goes on here.
-    masters: of parameters in bf16. budgets: of a call. device_nbytes: what there is of device memory, where that was
-        asked for; values_nbytes: of that, without what code computes with where that is known; None: nothing is said.
-    facts: what commits keep of the plan.
+    plan: made by this rank, the first; None: it is another rank's, or the resumed run's.
+    masters: of parameters in bf16. budgets: of a call. device_nbytes: the device memory, if a budget is given;
+        values_nbytes: the same without the workspace of code, if that is known; None: no bound.
+    facts: what commits store of the plan.
     """
 
     placement: Placement
@@ -77,9 +77,9 @@ class Planned:
 
 
 class RunPlanner:
-    """The problem of a model at hand: what is asked for, what there is of memory, and what is measured.
+    """Plans a model in this process: its request, its memory budgets, and the measured figures.
 
-    whole_nbytes, whole_device_nbytes: the budgets of all calls that are under way at a time.
+    whole_nbytes, whole_device_nbytes: the budgets of all open calls together.
     """
 
     def __init__(self, model: ModelAtHand) -> None:
@@ -100,10 +100,10 @@ class RunPlanner:
         self.whole_device_nbytes: int | None = None if None in devices else min(devices)
         self.counts = dict[Hashable, Counted]()
         self.figures = Figures(model, self.request, self.builder(model.masters), self.num_threads)
-        self.problem = cache(self._problem)  # of this run: it goes with it
+        self.problem = cache(self._problem)  # cached as long as this object lives
 
     def measure_again(self, profile: Profile | None = None) -> None:
-        """Let what was timed be timed again when it is asked for, on this machine or on that of a profile."""
+        """Forget timings, so that they are measured again when they are needed, on this machine or on a profile's."""
         former = self.figures
         former.times.forget()
         self.figures = Figures(self.model, self.request, former.builder, self.num_threads)
@@ -113,7 +113,7 @@ class RunPlanner:
     # What is given ----------------------------------------------------------------------------------------------------
 
     def builder(self, masters: Masters) -> StepBuilder:
-        """What lays out the steps of the batch that all ranks plan for."""
+        """The builder of steps with the batch for which all ranks plan."""
         model, expert, sizes = self.model, self.options.expert, self.model.sizes[masters]
         shape = model.layouts[0].shape_of(sizes, model.tied, training=True)
         layout = Layout(
@@ -155,9 +155,9 @@ class RunPlanner:
     # What is decided --------------------------------------------------------------------------------------------------
 
     def plan(self, former: Mapping[str, Any]) -> Planned:
-        """The plan of a call that leaves memory for the others that are under way at the same time.
+        """The plan of a call that leaves memory for the others that are open at the same time.
 
-        former: as of `_plan`, which raises what this does.
+        former, and errors: see `_plan`.
         """
         whole_device = self.whole_device_nbytes
         budgets = CallBudgets(self.whole_nbytes, whole_device)
@@ -187,13 +187,13 @@ class RunPlanner:
         )
 
     def _shared_out(self, planned: Planned, whole_device: int | None, *, is_last: bool) -> tuple[CallBudgets, bool]:
-        """What a call gets beside others by a plan, and whether the plan keeps that.
+        """The budgets of one call beside the others, by a plan, and whether the plan keeps them.
 
-        whole_device: bytes of the device for all of them. is_last: a call gets so much less of it that as much may wait
-        there as by this plan.
+        whole_device: the device's bytes for all calls. is_last: a call gets so much less that waiting calls may take as
+        much as by this plan.
         """
         programs = list(self.builder(planned.masters).programs(planned.placement))
-        fixed_nbytes = fixed_offsets(planned.placement).nbytes  # which all share
+        fixed_nbytes = fixed_offsets(planned.placement).nbytes  # shared by all calls
         budgets = planned.budgets._replace(
             host_nbytes=fixed_nbytes + (self.whole_nbytes - fixed_nbytes) // self.num_calls
         )
@@ -210,10 +210,10 @@ class RunPlanner:
         return budgets._replace(device_nbytes=less), False
 
     def _plan(self, budgets: CallBudgets, former: Mapping[str, Any]) -> Planned:
-        """The plan of a commit that the run goes on from, if nothing has changed that it was made for; else a new one.
+        """The plan of the resumed commit, if nothing has changed that it was made for; otherwise a new one.
 
-        former: what the commit has of its plan; empty: there is none. Raises `MemoryBudgetError` where not even the
-        least fits; it says what is needed.
+        former: what the commit stores of its plan; empty: there is none. Raises `MemoryBudgetError` if not even the
+        smallest step fits; it says what is needed.
         """
         for masters, sizes in self.model.sizes.items():
             made_for, problem = self._made_for(sizes, self.request.accumulate), self.problem(budgets, masters)
@@ -236,7 +236,7 @@ class RunPlanner:
         values_nbytes = budgets.device_nbytes if plan.problem.builder.layout.separate else None
         if plan.is_solved:
             values_nbytes = plan.problem.values_nbytes if plan.profile.separate else values_nbytes
-        if plan.is_solved and not self.model.is_provisional:  # which no step is to take up
+        if plan.is_solved and not self.model.is_provisional:  # no step may use a provisional plan
             made_for = self._made_for(self.model.sizes[masters], accumulate)
             facts |= facts_of(plan, made_for, self.whole_nbytes, values_nbytes)
         return Planned(
@@ -250,7 +250,7 @@ class RunPlanner:
         )
 
     def _decide(self, budgets: CallBudgets) -> StepPlan:
-        """The plan of what is asked for, as of `Request.or_storing_gradients`."""
+        """The plan of the request; if that does not fit, as of `Request.or_storing_gradients`."""
         problem = self.problem(budgets, self.model.masters)
         layout = problem.builder.layout
         if layout.num_micro_batches * layout.num_layers > MANY:
@@ -262,10 +262,10 @@ class RunPlanner:
         return plan
 
     def _together(self, ranks: Ranks, budgets: CallBudgets) -> Planned:
-        """The first rank's; what has to be measured for it is measured by all."""
+        """The first rank's plan; all ranks take part in measurements for it."""
         own_pass = self.request.spec.variants is not None
         first = self.problem(budgets, self.model.masters)
-        if self.beside_nbytes:  # whose price needs it
+        if self.beside_nbytes:  # the cost of such updates needs the profile
             _ = self.figures.profile
         if ranks.from_first("whether to plan", lambda: own_pass or self._needs_figures(first)):
             _ = self.figures.profile
@@ -289,7 +289,7 @@ class RunPlanner:
 
 
 def words(plan: StepPlan) -> str:
-    """What a run's log says of its plan."""
+    """A plan in words, for a run's log."""
     return paragraph(plan) if plan.is_solved else "; ".join(plan.notes)
 
 
@@ -306,7 +306,7 @@ def host_budget(options: Options, num_here: int = 1) -> int:
 
 
 def device_budget(options: Options, device: torch.device) -> int | None:
-    """The bytes of device memory that a run is given; None: nothing is said of it."""
+    """The bytes of device memory that the options give a run; None: they say nothing."""
     if options.device_memory is None:
         return None
     whole = device_of(device).memory_nbytes()[1]

@@ -1,12 +1,12 @@
-"""saved: whether layers save activations beside their inputs, or in the place of these, such that a step is faster.
+"""saved: layers save activations in addition to their inputs, or in place of these, if that makes a step faster.
 
     none            every backward runs its layer's forward again
-    by program      the linear program has shares of what is saved, too
-    at the turn     the topmost layers save what memory has room for until gradients and states come, or a part of that
+    by program      the linear program also chooses what is saved
+    at the turn     the topmost layers save what memory has room for until gradients and states come, or a part of it
 
-The fastest in simulation is taken. What layers can save is looked at where a step may gain by it: by the linear
-program, if nothing were computed again; or because it computes nearly all the time, as the linear program does not
-know what stays in memory between two uses.
+The fastest in simulation is taken. Saving is tried if a step may gain by it: if the linear program says so for a step
+without any recomputation; or if the step computes nearly all the time, as the linear program does not know what stays
+in memory between two uses.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from gs_compile.planner.step_plan import StepPlan
 from gs_compile.planner.summary import ON
 from gs_compile.program.ir import TIERS, Tier
 
-STEPS = 16  # of the part of items that save activations where nothing is planned
-PARTS = (1, 3 / 4, 1 / 2, 1 / 4)  # of all items, at most: fewer leave computation that drives hide behind
-MOST_COMPUTED = 0.9  # of a step: what is computed again is what it takes, whatever the linear program finds of drives
+STEPS = 16  # in which the part of items that save activations is tried
+PARTS = (1, 3 / 4, 1 / 2, 1 / 4)  # of all items, at most: fewer leave more computation to hide transfers behind
+MOST_COMPUTED = 0.9  # of a step: above it, recomputation costs time, whatever the linear program says of drives
 
 
 def is_open(request: Request) -> bool:
-    """Whether what is saved is for the planner to choose."""
+    """Whether the planner chooses what is saved."""
     is_given = request.recompute != "auto" or request.ratios.activation is not None
     return not is_given and not request.spec.fills_memory
 
 
 def with_saved(plan: StepPlan) -> StepPlan:
-    """The plan with saved activations, where that is faster than `plan`, which is without."""
+    """The plan with saved activations, if that is faster than `plan`, which has none."""
     if not is_open(plan.problem.request) or not _may_pay(plan):
         return plan
     wider = plan.problem.wider
@@ -56,16 +56,16 @@ def with_saved(plan: StepPlan) -> StepPlan:
 
 
 def _by_program(problem: Problem, plan: StepPlan) -> Iterator[StepPlan]:
-    """What the linear program saves, if that is worth it."""
+    """The plan with what the linear program saves, if that is worth it."""
     with suppress(MemoryBudgetError):
         if problem.best.decision.shares and problem.best.seconds <= CLEARLY_FASTER * plan.bound_seconds:
             yield choose(problem)
 
 
 def _at_the_turn(problem: Problem, plan: StepPlan) -> StepPlan:
-    """The plan with as many of the topmost layers' items as fit where the device computes, if that is faster: their
-    memory is free again before the backward needs it, which the linear program does not know. Of others they take the
-    place where these leave none, and that of all that lives in host memory, if that is faster.
+    """The plan in which as many items of the topmost layers as fit save activations in the memory from which the device
+    computes, if that is faster: their memory is free again before the backward needs it, which the linear program does
+    not know. They replace other saved items if these leave no room, and everything in host memory if that is faster.
     """
     here: Tier = "device" if problem.profile.separate else "host"
     others = Shares(share for share in plan.shares if share.tier != here)
@@ -86,14 +86,14 @@ def _at_the_turn(problem: Problem, plan: StepPlan) -> StepPlan:
 
 
 def _emptied(problem: Problem, decision: Decision) -> Decision:
-    """With nothing in host memory of what nobody has said a ratio of: the most room for what layers save there."""
+    """The decision with nothing in host memory of the classes without a given ratio: the most room for saving."""
     given = problem.emptied.request.ratios.given()
     ratios = {name: given[name] for name in CLASSES}
     return replace(decision, ratios=tuple(replace(each, **ratios) for each in decision.ratios))
 
 
 def topmost(levels: Sequence[int], tier: Tier) -> Iterator[list[Shares]]:
-    """What takes more and more memory: topmost items at each level, alone and above all others at the one below."""
+    """Shares that take more and more memory: topmost items at each level, alone, and with all others a level below."""
     for below, level in pairwise((0, *levels)):
         tops = [Share(level, tier, step / STEPS, is_topmost=True) for step in range(1, STEPS + 1)]
         yield [Shares([top]) for top in tops]
@@ -102,14 +102,14 @@ def topmost(levels: Sequence[int], tier: Tier) -> Iterator[list[Shares]]:
 
 
 def computed(workload: Workload, shares: Shares) -> float:
-    """What layers compute for a mean micro-batch, as `Workload.computed` has it."""
+    """What layers compute for a mean micro-batch, in the unit of `Workload.computed`."""
     none, *levels = workload.computed
     more = sum(share.part * (levels[share.level - 1] - none) for share in shares)
     return none + more / (workload.savable(range(workload.num_layers)) or 1.0)
 
 
 def _may_pay(plan: StepPlan) -> bool:
-    """Whether the step would be faster if nothing were computed again, and nothing saved for that."""
+    """Whether the step would be faster without any recomputation, if saving took no memory."""
     if plan.simulation.busy["compute"] > MOST_COMPUTED:
         return True
     workload = plan.workload
@@ -123,7 +123,7 @@ def _may_pay(plan: StepPlan) -> bool:
 
 
 def text(plan: StepPlan, seconds: float) -> Iterator[str]:
-    """What saving brings to a step that would take `seconds` without, and what would have more saved."""
+    """Notes on what saving brings to a step that would take `seconds` without, and on what would allow more of it."""
     shares, number = plan.placement.decision.shares, plan.num_micro_batches * plan.workload.num_layers
     words = f"{next(saved_text(shares, number))}: {seconds / plan.seconds - 1:.0%} faster"
     part, better = shares.part(), list[tuple[float, str]]()

@@ -1,10 +1,10 @@
-"""settled: what needs no figures of the machine: plans of what is given or fits as a whole, and what can never fit.
+"""settled: plans that need no figures of the machine: everything is given, or fits as a whole, or nothing can fit.
 
-    all is given                as it is: ratios, alpha, and what layers save
-    everything fits             in host memory, with all that is worth saving, if the device reads that itself
+    all is given                ratios, alpha, and what layers save are taken as they are
+    everything fits             in host memory, with all that is worth saving, if the device reads host memory itself
     not even the least fits     refused, with what it needs
 
-Of steps that are going to run nothing has been measured by then: the first step begins, or is refused, sooner.
+For a run nothing is measured then: the first step begins, or is refused, sooner.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from gs_compile.planner.saved import computed, is_open, saved_text, topmost
 from gs_compile.planner.step_plan import StepPlan
 from gs_compile.program.ir import Tier
 
-NEXT_TO_NO_MORE = 1.02  # times the host memory of a step, for what nobody has asked for
+NEXT_TO_NO_MORE = 1.02  # times the host memory of a step, which unrequested improvements may take
 
 
 def undecided(problem: Problem) -> Problem | StepPlan:
-    """The plan of what is settled without figures of the machine, else the problem that needs them."""
+    """The plan, if it is settled without figures of the machine; otherwise the problem that needs them."""
     problem.check()
     problem = problem.wider if problem.request.saves else problem
     if problem.will_run:
-        return _settled(least(problem)) or problem  # refused here, before anything is measured
+        return _settled(least(problem)) or problem  # `least` refuses before anything is measured
     plan = _settled(problem)
     return plan if plan and keeps_budgets(plan.problem, plan.placement) else problem
 
 
 def _settled(problem: Problem) -> StepPlan | None:
-    """What needs no figures of the machine; None: the linear program decides."""
+    """The plan without figures of the machine; None: the linear program decides."""
     request, separate = problem.request, problem.builder.layout.separate
     if separate and len(request.alphas) > 1:
         return None
@@ -73,7 +73,7 @@ def _settled(problem: Problem) -> StepPlan | None:
 
 
 def _filled(problem: Problem, plain: Placement) -> Placement:
-    """With what host memory has room for saved such that the least is computed: nothing moves that would take time."""
+    """The placement that saves what host memory has room for, and so computes least: nothing moves that takes time."""
     workload, builder, decision = problem.workload, problem.builder, plain.decision
 
     def saving(shares: Shares) -> Placement:
@@ -86,8 +86,8 @@ def _filled(problem: Problem, plain: Placement) -> Placement:
 
 
 def _boundary_for_free(problem: Problem, plain: Placement) -> Placement:
-    """`plain` with as much carried and retained as takes next to no more memory, which needs no plan: less is moved,
-    and nothing waits. A schedule as others publish it stays as it is.
+    """`plain` with as much carried and retained as takes next to no more memory: less moves, and nothing waits, so no
+    plan is needed. A schedule as others publish it stays as it is.
     """
     if problem.request.spec.as_published:
         return plain
@@ -97,7 +97,7 @@ def _boundary_for_free(problem: Problem, plain: Placement) -> Placement:
 
 
 def _last_for_free(problem: Problem, plain: Placement, ladder: Ladder) -> Placement:
-    """The last of a ladder that takes no more host memory than `plain`, or next to no more within the budget."""
+    """The last placement of a ladder that takes no more host memory than `plain`, or next to no more in the budget."""
     if not ladder:
         return plain
     needed = planned_peak(problem.builder.program(plain), "host")
@@ -107,9 +107,9 @@ def _last_for_free(problem: Problem, plain: Placement, ladder: Ladder) -> Placem
 
 
 def least(problem: Problem) -> Problem:
-    """The problem, if its steps fit with the least in host memory; with updates in pieces where whole ones do not fit.
+    """The problem, if its steps fit with the least in host memory; with updates in pieces if whole ones do not fit.
 
-    Raises `MemoryBudgetError` where not even that fits.
+    Raises `MemoryBudgetError` if not even these fit.
     """
     for each in (problem, problem.updated_in(SCARCE_UPDATES)):
         placement = placed(each.steps, 0.0)
@@ -120,13 +120,13 @@ def least(problem: Problem) -> Problem:
 
 
 def unsimulated(problem: Problem, placement: Placement, note: str) -> StepPlan:
-    """The plan of a placement that is not simulated; raises what `_check_device` does."""
+    """The plan of a placement that is not simulated; raises as `_check_device`."""
     _check_device(problem, placement)
     return StepPlan(problem=problem, placement=placement, notes=(note,))
 
 
 def _check_device(problem: Problem, placement: Placement) -> None:
-    """Raise `MemoryBudgetError` where the device has no room for a step's values."""
+    """Raise `MemoryBudgetError` if the device has no room for a step's values."""
     budget = problem.device_nbytes
     if budget is not None and (needed := planned_peak(problem.steps.builder.program(placement), "device")) > budget:
         raise MemoryBudgetError(
@@ -136,7 +136,7 @@ def _check_device(problem: Problem, placement: Placement) -> None:
 
 
 def _ratios(problem: Problem, part: float) -> Ratios:
-    """The ratios that are given; of all other classes `part` in host memory, or what is not on the device."""
+    """The given ratios; for all other classes `part` is in host memory, or all that is not on the device."""
     given = replace(problem.request.ratios, activation=None).given()
     names = host_classes(problem.builder.layout)
     left = {name: min(part, 1.0 - given.get(f"device_{name}", 0.0)) for name in names}
@@ -146,7 +146,7 @@ def _ratios(problem: Problem, part: float) -> Ratios:
 def placed(problem: Problem, part: float, alpha: float | None = None) -> Placement:
     """The placement with the ratios of `_ratios`, and with the least alpha that may be chosen or the one given here."""
     request, shares = problem.request, Shares()
-    if request.saves:  # all there is to save, as nothing says at which level
+    if request.saves:  # at the last level, as nothing says at which
         tier: Tier = "host" if part or not request.saves_all else "ssd"
         most = max(map(len, problem.builder.layout.levels))
         asked = request.ratios.activation
@@ -168,21 +168,21 @@ def _fits_host(problem: Problem, placement: Placement) -> bool:
 
 
 def keeps_budgets(problem: Problem, placement: Placement) -> bool:
-    """Whether a step keeps those of all tiers, with what code computes with."""
-    with suppress(NoFitError):  # code for which the device has no room alone
+    """Whether a step keeps the budgets of all tiers, including the workspace of its code."""
+    with suppress(NoFitError):  # the device has no room for the code alone
         return problem.steps.fitting(placement) is not None
     return False
 
 
 def refusal(problem: Problem) -> NoFitError | MemoryBudgetError:
-    """What the least lacks. It fits in what is named, whatever the linear program finds."""
+    """The error with what the smallest step lacks: with that it fits, whatever the linear program says."""
     lacking = problem.steps.lacking(placed(problem.steps, 0.0))
     said = shortfall(problem.data, problem.number, lacking)
     return MemoryBudgetError(said) if problem.will_run else NoFitError(said)
 
 
 def _too_large(problem: Problem, placement: Placement) -> str:
-    """How much host memory the least needs, and what can be done about it."""
+    """In words, how much host memory the smallest step needs, and what can be done."""
     request, beside = problem.request, beside_slab(problem.builder.sizes)  # which the budget is without
     nbytes = beside + planned_peak(problem.builder.program(placement), "host")
     ratios = _ratios(problem, 0.0).given()
@@ -202,7 +202,7 @@ def _too_large(problem: Problem, placement: Placement) -> str:
 
 
 def _most_alpha(problem: Problem, alpha: float) -> float | None:
-    """The largest alpha of 0.00, 0.01 ... below the one asked for with which the least fits; None without one."""
+    """The largest alpha of 0.00, 0.01 ... below the given one with which the smallest step fits, if there is one."""
 
     def is_too_large(hundredths: int) -> bool:
         return not _fits_host(problem, placed(problem, 0.0, hundredths / 100))
@@ -212,7 +212,7 @@ def _most_alpha(problem: Problem, alpha: float) -> float | None:
 
 
 def remedies(request: Request) -> str:
-    """What of all that makes a step smaller can still be done."""
+    """In words, the settings that would still make a step smaller."""
     changes = ["give it more"]
     changes += ["lower ratios"] if any(request.ratios.given().values()) else []
     changes += ["have activations computed again (recompute)"] if request.saves_all else []

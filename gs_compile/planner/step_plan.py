@@ -1,4 +1,4 @@
-"""step_plan: where everything of a step lives, how it runs, and why: what a plan says, in numbers."""
+"""step_plan: a plan in numbers: where everything of a step lives, how the step runs, and why."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class StepPlan:
 
     problem: what was given and asked for.
     placement: of the simulated step, `problem.steps`; its decision has what was chosen.
-    simulated: None: it is simulated when that is first asked for.
-    is_solved: the plan was made with figures of the machine, not by what is given and fits alone.
-    history: micro-batches, seconds and tokens/s, by the linear program, of each number that was tried.
+    simulated: None: the step is simulated when that is first needed.
+    is_solved: the plan was made with figures of the machine, and not settled without them.
+    history: for each number of micro-batches that was tried, this number, seconds and tokens/s, by the linear program.
     binding: what limits the step, and what more of it would bring.
     """
 
@@ -68,15 +68,13 @@ class StepPlan:
 
     @cached_property
     def priced(self) -> Placement:
-        """The placement with the price of updates, also where the plan was made before the machine was known."""
+        """The placement with the cost of updates, also if the plan was made before the machine was known."""
         priced = self.problem.priced
         return self.placement if priced is self.problem else priced.steps.builder.placement(self.placement.decision)
 
     @cached_property
     def bound(self) -> Solution:
-        """The linear program's answer with the alpha that was chosen, or what it says of a plan that it holds for none:
-        it spreads each lane's work evenly over its phase.
-        """
+        """The linear program's solution with the chosen alpha; if it has none, its seconds for the plan's decision."""
         best = self.problem.solved(self.num_micro_batches, self.alpha)
         return best or self.problem.valued(self.placement.decision)
 
@@ -98,23 +96,23 @@ class StepPlan:
 
     @property
     def shares(self) -> Shares:
-        """The shares of layers' micro-batches that save activations."""
+        """The shares of items that save activations."""
         return self.placement.decision.shares
 
     @property
     def ratios(self) -> Mapping[str, float]:
-        """In host memory, of "parameter", "checkpoint" and "optimizer", perhaps of "gradient"."""
+        """The ratios in host memory: "parameter", "checkpoint" and "optimizer", perhaps "gradient"."""
         means = self._means
         return {name: means[name] for name in host_classes(self.placement.layout) if name in means}
 
     @property
     def device_ratios(self) -> Mapping[str, float]:
-        """In device memory, of "parameter" and "checkpoint"."""
+        """The ratios in device memory: "parameter" and "checkpoint"."""
         return {name: self._means.get(f"device_{name}", 0.0) for name in ("parameter", "checkpoint")}
 
     @cached_property
     def _means(self) -> Mapping[str, float]:
-        """The ratios that are given, of all stacks: of each by how many elements, items or units it has."""
+        """The mean ratios of all stacks, weighted by their numbers of elements, items or units."""
         ratios, stacks = self.placement.decision.ratios, self.placement.stacks
         if len(ratios) == 1:
             return ratios[0].given()
@@ -132,12 +130,12 @@ class StepPlan:
 
     @property
     def bound_seconds(self) -> float:
-        """Seconds of a step by the linear program, with the alpha that was chosen."""
+        """The seconds of a step by the linear program, with the chosen alpha."""
         return self.bound.seconds
 
     @property
     def layer_tokens(self) -> int | None:
-        """Tokens that layers run on at a time, all but their attention, where that was chosen or is asked for."""
+        """The tokens that layers, except their attention, run on at a time, if that was chosen or asked for."""
         return self.placement.decision.layer_tokens or self.problem.request.layer_tokens
 
     @property
@@ -150,12 +148,12 @@ class StepPlan:
 
     @property
     def seconds(self) -> float:
-        """Simulated seconds of a step among others."""
+        """The simulated seconds of a step."""
         return self.simulation.seconds
 
     @property
     def ranks(self) -> int:
-        """Ranks that share the model; bytes and seconds are those of one of them, throughput is of all."""
+        """The ranks that share the model. Bytes and seconds are those of one rank, throughput is that of all."""
         return self.workload.world
 
     @property
@@ -165,7 +163,7 @@ class StepPlan:
 
     @property
     def saved(self) -> float:
-        """The part of layers' micro-batches that save activations: their backward runs less of the forward again."""
+        """The part of items that save activations, so that their backward recomputes less."""
         return self.shares.part()
 
     @property
@@ -174,19 +172,19 @@ class StepPlan:
 
     @property
     def flops_per_second(self) -> float:
-        """Model FLOPs, 3 x those of the forward: what is recomputed does not count."""
+        """Model FLOPs a second: 3 x those of the forward, without recomputation."""
         return self.num_micro_batches * self.workload.model_flops / self.seconds
 
     @cached_property
     def traffic(self) -> Mapping[tuple[str, str], int]:
-        """Bytes of a mean step, by lane and kind: of what commits write an Nth, where every Nth step is committed."""
+        """The bytes of a mean step, by lane and kind; an Nth of a commit's if every Nth step is committed."""
         moved = traffic(self.program, self.placement)
         often = max(self.placement.durability, 1)
         return {(lane, kind): nbytes // (often if kind == "seal" else 1) for (lane, kind), nbytes in moved.items()}
 
     @cached_property
     def homes(self) -> Mapping[tuple[str, str], int]:
-        """Bytes by kind and tier, of what outlives a unit's turn."""
+        """Bytes by kind and tier, as of `nbytes_by_home`."""
         return nbytes_by_home(self.placement)
 
     @property
@@ -206,17 +204,17 @@ class StepPlan:
 
     @property
     def written_per_day(self) -> float:
-        """Bytes that go to SSD in a day of training."""
+        """The bytes written to SSD in a day of training."""
         return self.written / self.seconds * SECONDS_PER_DAY
 
     @property
     def wear(self) -> str:
-        """For people: what a day of training writes, and how long the drives are rated for that."""
+        """For people: what a day of training writes, and for how long the drives are rated for that."""
         return wear_text(self.written_per_day, self.profile.ssd_rated_nbytes, self.ranks)
 
 
 def wear_text(nbytes_per_day: float, rated_nbytes: int, ranks: int = 1) -> str:
-    """What a day writes to SSD, and how long the drives are rated for that; 0: they are not known to be."""
+    """What a day writes to SSD, and for how long the drives are rated for that; rated_nbytes 0: not known."""
     if not nbytes_per_day:
         return "nothing is written to SSD"
     words = f"{format_bytes(int(nbytes_per_day))} written to SSD in a day"
@@ -228,7 +226,7 @@ def wear_text(nbytes_per_day: float, rated_nbytes: int, ranks: int = 1) -> str:
 
 
 def time_text(days: float) -> str:
-    """So many days, in years or hours where these say more."""
+    """A number of days, in years or hours if it is large or small."""
     unit, length = ("years", 365.0) if days >= 365 else ("days", 1.0) if days >= 1 else ("hours", 1 / 24)
     return f"{days / length:.1f} {unit}"
 
@@ -242,7 +240,7 @@ def nested(nbytes: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
 
 
 def nbytes_by_home(placement: Placement) -> Mapping[tuple[str, str], int]:
-    """Bytes by kind and tier of what lives on from one unit's turn to the next: what each ratio has decided."""
+    """Bytes by kind and tier of what stays stored between two stages: the result of each ratio."""
     layout, by_home = placement.layout, Counter[tuple[str, str]]()
     for unit in placement.units:
         shadows = (other for group in placement.speculated(unit) for _, other in unit.shadows(group))
@@ -264,7 +262,7 @@ def nbytes_by_home(placement: Placement) -> Mapping[tuple[str, str], int]:
 
 
 def _commit_nbytes(unit: UnitPlacement, placement: Placement) -> Iterator[int]:
-    """The bytes that commits keep of a unit's parts beside those at home: the extents of each but that of its home."""
+    """The bytes that commits store of a unit's parts in addition to their homes: all extents except the home's."""
     if placement.durability:
         at_home = [value for value in unit.parts() if value.tier == "ssd"]
         copies = [copy for group in unit.groups for _, copy in unit.copies(group)]
@@ -273,7 +271,7 @@ def _commit_nbytes(unit: UnitPlacement, placement: Placement) -> Iterator[int]:
 
 
 def commits_text(placement: Placement) -> str:
-    """For people: what the commits of a durable placement write of what lives in memory, and what they keep on SSD."""
+    """For people: what the commits of a durable placement write of data in memory, and what they store on SSD."""
     groups = ((unit, group) for unit in placement.units for group in unit.trained())
     nbytes = sum(nbytes_of(placement, copy) for unit, group in groups for _, copy in unit.copies(group))
     written = f"{format_bytes(nbytes)} of what lives in memory" if nbytes else "nothing more"

@@ -1,6 +1,6 @@
 """summary: a plan in one paragraph of plain text, for the log of a run, and rows as aligned lines.
 
-What only the command line shows, with colours and figures, is in `cli.report`: a run loads nothing that prints.
+Colours and figures are in `cli.report`, as only the command line shows them: a run loads nothing that prints.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GAP = "  "  # between columns
 
 
 def paragraph(plan: StepPlan) -> str:
-    """The plan in one paragraph: shares of each class by tier, seconds of a step, busy lanes, peaks, what helps."""
+    """The plan in one paragraph: ratios, seconds of a step, busy lanes, peaks, what would help."""
     shares = _shares(plan.ratios)
     on_device = _shares({ratio: share for ratio, share in plan.device_ratios.items() if share})
     busiest = sorted(plan.lanes.items(), key=lambda lane: -lane[1][1])[:3]
@@ -79,12 +79,12 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequ
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds with three digits, or all that are whole."""
+    """Seconds with three digits, or as a whole number if that has more."""
     return f"{seconds:,.0f} s" if seconds >= 1000 else f"{seconds:.3g} s"
 
 
 def rate_text(rate: float) -> str:
-    """A rate, such as tokens a second, with three digits, or all that are whole."""
+    """A rate, such as tokens a second, with three digits, or as a whole number if that has more."""
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
@@ -93,5 +93,5 @@ def _shares(ratios: Mapping[str, float]) -> str:
 
 
 def on_tokens(size: int, on_all: Collection[str]) -> str:
-    """What is said of a unit in pieces."""
+    """A unit in pieces, in words."""
     return f"on {size} tokens at a time" + (f", but for {', '.join(on_all)}" if on_all else "")

@@ -1,7 +1,7 @@
-"""variants: the other placements that a schedule offers for the same homes, of which the fastest is taken.
+"""variants: a schedule may offer other placements for the same homes, of which the fastest is taken.
 
-The simulator holds each against the plain placement. So a schedule with variants is never slower than without them, as
-far as can be known before a run. What the variants are, and what is told of them, the schedule says itself.
+The simulator compares each with the plain placement. So a schedule with variants is never slower than without, as far
+as a simulation can tell. The schedule itself defines its variants, and how they are reported.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from gs_compile.program.ir import TRANSFER_LANES, Program
 
 
 def with_variant(plan: StepPlan) -> StepPlan:
-    """The plan with the fastest of its schedule's variants, also of placements that leave more host memory to these.
+    """The plan with the fastest of its schedule's variants, also of placements that leave more host memory to them.
 
-    With gaps between what is in host memory, a variant may need more than there is: then it is left out.
+    With gaps in the slab, a variant may need more host memory than there is: then it is left out.
     """
     steps, plain = plan.problem.priced.steps, plan.priced
     variants, program = _variants(plain), steps.builder.program
@@ -44,9 +44,9 @@ def with_variant(plan: StepPlan) -> StepPlan:
 
 
 def own_within(problem: Problem, variants: Variants) -> object:
-    """What budgets leave, as a schedule has it: of the device's memory what its code does not compute in.
+    """What budgets leave, as the schedule's `own`; of device memory without the workspace of code.
 
-    Where the device reads host memory itself a copy reads and writes there.
+    If the device reads host memory itself, a copy reads and writes there.
     """
     budgets, profile = problem.budgets, problem.profile
     return variants.within(
@@ -60,7 +60,7 @@ def own_within(problem: Problem, variants: Variants) -> object:
 
 
 def table(placement: Placement, builder: StepBuilder) -> str:
-    """For people: what a schedule has decided in a step among others; empty where it has decided nothing."""
+    """For people: what a schedule has decided in a step; "" if it has decided nothing."""
     if placement.decision.own is None:
         return ""
     headings, rows, numbers = _variants(placement).table(_program(placement, builder), placement)
@@ -68,7 +68,7 @@ def table(placement: Placement, builder: StepBuilder) -> str:
 
 
 def as_dict(placement: Placement, builder: StepBuilder) -> dict[str, Any]:
-    """What `table` says, for JSON, by what the schedule calls it."""
+    """The same for JSON, by the schedule's names."""
     return dict(_variants(placement).as_dict(_program(placement, builder), placement))
 
 
@@ -79,5 +79,5 @@ def _variants(placement: Placement) -> Variants:
 
 
 def _program(placement: Placement, builder: StepBuilder) -> Program:
-    """A step among others, as the schedule's own pass gets it."""
+    """A step, as the schedule's own pass gets it."""
     return before_own_pass(builder.step(placement, StepContext(late=placement.has_late)))

@@ -1,7 +1,7 @@
-"""workloads: what one rank's share of a model has to place, move and compute, at any micro-batch size.
+"""workloads: what one rank's share of a model has to store, move and compute, at any micro-batch size.
 
-A name, a config or a module is captured without its weights, once for all requests that ask for the same code. A
-`Workload` is what it is, scaled to the size.
+A name, a config or a module is captured without its weights, once for all requests that need the same code. A given
+`Workload` is scaled to the size.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from gs_compile.program.ir import Schedule, Unit
 if TYPE_CHECKING:
     from gs_compile.planner.cost.workload import ModelSpec
 
-OF_CODE = ("sequence", "precision", "masters", "lora")  # of a request, what a capture is made for
-OF_LAYOUT = ("frozen", "optimizer", "states")  # what the same capture serves
-IN_A_WORKLOAD = {  # what a given one has already, and what therefore nobody can ask for
+OF_CODE = ("sequence", "precision", "masters", "lora")  # fields of a request that a capture depends on
+OF_LAYOUT = ("frozen", "optimizer", "states")  # fields that may differ for the same capture
+IN_A_WORKLOAD = {  # a given workload has these already, so a request cannot ask for them
     "the sizes of its states": ("masters", "states", "optimizer"),
     "the costs of its code": ("layer_tokens",),
     "the sizes of its parameters": ("frozen",),
@@ -37,9 +37,9 @@ IN_A_WORKLOAD = {  # what a given one has already, and what therefore nobody can
 
 
 class CapturedWorkloads:
-    """The workloads of a model that is captured without its weights. known, keeps: as of `plan.planner_of`."""
+    """The workloads of a model that is captured without its weights. known, keeps: see `plan.planner_of`."""
 
-    has_pieces: ClassVar = True  # what layers cost that run on some tokens at a time is known
+    has_pieces: ClassVar = True  # the costs of layers that run on some tokens at a time are known
 
     def __init__(self, model: Any, request: Request, known: Iterable[Workloads], *, keeps: bool) -> None:
         self.model, self.request, self.keeps = model, request, keeps
@@ -65,20 +65,20 @@ class CapturedWorkloads:
         return replace(self.captured(self._schedule), **layout)
 
     def workload(self, size: int, masters: Masters | None = None, layer_tokens: int | None = None) -> Workload:
-        """With layers that save their inputs alone."""
+        """The workload, with layers that save only their inputs."""
         key = size, masters, layer_tokens, self.request.ranks
         return self._kept.get_or((self._schedule, *key), lambda: self._spec().workload(*key))
 
     def levelled(self, workload: Workload) -> Workload:
-        """One of `workload`s with the levels of its layers."""
+        """A result of `workload`, with the levels of its layers."""
         key = self._schedule, workload.micro_batch_size, "levels"
         return replace(workload, costs=self._kept.get_or(key, lambda: self._spec().levelled(workload)).costs)
 
 
 class GivenWorkloads:
-    """The workloads that follow from one that is given: its own at other sizes.
+    """The workloads that follow from a given one, scaled to other sizes.
 
-    Raises `PlanError` where the request asks for what that does not tell.
+    Raises `PlanError` if the request asks for what a given workload does not tell.
     """
 
     has_pieces: ClassVar = False
@@ -95,11 +95,11 @@ class GivenWorkloads:
         return GivenWorkloads(self.model, request)
 
     def workload(self, size: int, masters: Masters | None = None, layer_tokens: int | None = None) -> Workload:
-        """With layers that save their inputs alone."""
+        """The workload, with layers that save only their inputs."""
         return shared(self._scaled(size).bare(), self.request.ranks)
 
     def levelled(self, workload: Workload) -> Workload:
-        """One of `workload`s with the levels of its layers."""
+        """A result of `workload`, with the levels of its layers."""
         return shared(self._scaled(workload.micro_batch_size), self.request.ranks)
 
     def _scaled(self, size: int) -> Workload:

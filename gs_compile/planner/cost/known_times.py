@@ -1,7 +1,7 @@
 """known_times: the seconds of code that were timed on this machine before, in a file beside the machine's figures.
 
-The same code takes the same time in the next process, so what is measured once is kept. Who takes it from here times a
-part of it anew, and all of it where that part has become another (`SAME`): the machine was busy then, or is now.
+The same code takes the same time in the next process, so measured times are kept. A process that uses them times a part
+again, and all of it if that part has changed by more than `SAME`: the machine was busy then, or is now.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Timings = Sequence[UnitSeconds]
 
 log = logging.getLogger(__name__)
 
-SAME = 0.25  # by which what is timed twice may differ
-MOST = 1000  # models, sizes and levels that are kept, the latest
+SAME = 0.25  # the relative difference of two timings that count as the same
+MOST = 1000  # models, sizes and levels that are kept: the latest
 
 
 class KnownTimes:
@@ -35,7 +35,7 @@ class KnownTimes:
         return self._rows.get(key)
 
     def get_or(self, key: str, number: int, measure: Callable[[], Timings]) -> Timings:
-        """The rows of a key, so many, measured where they are not known; None in a row: it is not kept."""
+        """The `number` rows of a key, measured if they are not known; rows with None are not kept."""
         rows = self._rows.pop(key, None)
         if rows is None or len(rows) != number:
             rows = measure()
@@ -44,7 +44,7 @@ class KnownTimes:
         return rows
 
     def forget(self) -> None:
-        """Nothing of before is taken: it is not as it was."""
+        """Forget all times: the machine's speed has changed."""
         self._rows = {}
 
     def _keep(self) -> None:
@@ -58,7 +58,7 @@ class KnownTimes:
 
 
 def _read(path: Path | None) -> dict[str, Timings]:
-    """The rows in a file; none where there is no file, or another's."""
+    """The rows in a file; none if there is no file, or one of another form."""
     try:
         found: Any = json.loads(path.read_text()) if path is not None else {}
     except (OSError, ValueError):

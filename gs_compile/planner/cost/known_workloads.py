@@ -1,8 +1,8 @@
-"""known_workloads: what captures of named models have come to, in files of the user's cache.
+"""known_workloads: the workloads of named models, in files of the user's cache.
 
-A workload follows from the model's config, from what is asked of its code, and from the versions of all that captures
-and counts it, this package's own code among them. A file has all of this in its name, so it is never out of date, and
-the same question is answered without the model, and without torch's compiler.
+A workload follows from the model's config, from the settings that change its code, and from the versions of everything
+that captures and counts it, including this package's own code. A file is named by all this, so it is never out of date,
+and the same question is answered without the model, and without torch's compiler.
 """
 
 from __future__ import annotations
@@ -34,16 +34,15 @@ PACKAGES = ("torch", "transformers", "peft")  # that capture a named model
 
 
 class KnownWorkloads:
-    """One model's workloads for a request, by micro-batch size and the like. path: of the file; None: none is kept."""
+    """One model's workloads for a request, by micro-batch size and similar. path: of the file; None: none is kept."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
 
     @classmethod
     def of(cls, model: Any, asked: Mapping[str, Any]) -> KnownWorkloads:
-        """What is known of a name or a config file; nothing is kept of other models, nor of what the hub may change.
-
-        asked: what is asked of the model's code.
+        """What is known of a name or a config file. Nothing is kept of other models, nor of ones that the hub may
+        change. asked: the settings that change the model's code.
         """
         if not isinstance(model, str | Path):
             return cls()
@@ -55,7 +54,7 @@ class KnownWorkloads:
         return cls(default_storage() / CACHE / f"{hashlib.sha256(facts.encode()).hexdigest()[:32]}.json")
 
     def get_or(self, key: tuple[Any, ...], make: Callable[[], Workload]) -> Workload:
-        """The workload of a key, made where it is not known."""
+        """The workload of a key, made if it is not known."""
         name = json.dumps(key)
         if name not in self._found:
             self._found[name] = make()
@@ -84,7 +83,7 @@ class KnownWorkloads:
 
 
 def config_file(model: str | Path) -> tuple[Path, bool]:
-    """The path that a model's name is of a config, or the folder of; and whether that file is there."""
+    """The config file that a model's name is the path of, or of whose folder it is; and whether the file exists."""
     where = Path(model)
     path = where / "config.json" if is_there(where) and where.is_dir() else where
     return path, is_there(path) and path.is_file()
@@ -99,7 +98,7 @@ def _format() -> TypeAdapter[dict[str, Workload]]:
 
 @cache
 def _versions() -> dict[str, str]:
-    """The versions of all that a workload follows from beside the model; of this package the hash of its code."""
+    """The versions of everything else that a workload depends on; for this package the hash of its code."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

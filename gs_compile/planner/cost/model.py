@@ -1,8 +1,8 @@
-"""model: the model that a plan is of: by its name, and without its weights, as shallow as its capture allows.
+"""model: the model of a plan, without its weights, and with as few layers as its capture needs.
 
-A name is one of the paper's GPTs, a type of HuggingFace, a config.json or an id of its hub. A model at hand is copied
-to the meta device: of its parameters and buffers only shapes are looked at. A stack of blocks that are alike can be
-captured with two of them, so that depth costs nothing.
+A name is one of the paper's GPTs, a model type of HuggingFace, a config.json or an id of its hub. A module is copied to
+the meta device: only the shapes of its parameters and buffers are used. Of a stack of equal blocks two suffice for the
+capture, so that depth costs nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 SAMPLES = 2  # of the batch that is captured: a dimension of one would be taken for a constant
-DEPTH = 2  # blocks of a shortened stack: the fewest that can be seen to be alike
+DEPTH = 2  # blocks of a shortened stack: the fewest that can be compared
 PLAIN = (bool, int, float, str, tuple, list, dict, set, frozenset, torch.dtype, torch.device, torch.Size)
 # Layers, heads and width of arXiv 2512.17570, section 6.1.
 GPTS = {"gpt-30b": (48, 56, 7168), "gpt-65b": (80, 64, 8192), "gpt-175b": (96, 96, 12288)}
@@ -42,7 +42,7 @@ LLAMAS = {
     "llama-70b": (80, 64, 8192, 28672),
     "llama-405b": (126, 128, 16384, 53248),
 }
-# Layers and experts of arXiv 2508.10925, table 1; all else is as transformers has it.
+# Layers and experts of arXiv 2508.10925, table 1; everything else is transformers' default.
 GPT_OSSES = {"gpt-oss-20b": (24, 32), "gpt-oss-120b": (36, 128)}
 KNOWN = (*GPTS, *LLAMAS, *GPT_OSSES)
 OF_HUB = "an id of the hub, such as Qwen/Qwen3-14B"
@@ -53,8 +53,8 @@ VOCABULARY = 50304  # GPT-2's 50257, made a multiple of 128 as Megatron-LM does
 def named_config(model: str, **changes: Any) -> PretrainedConfig:
     """The config of "gpt-65b", of a HuggingFace model type ("llama"), or in a file, directory or model of the hub.
 
-    changes: fields in the place of the config's own. A config of the hub is downloaded, if this machine has none yet.
-    The paper's models are of GPT-2's architecture, with tied embeddings, and without dropout. "llama-70b" and its like
+    changes: fields that replace the config's own. A config of the hub is downloaded, if this machine has none yet.
+    The paper's models have GPT-2's architecture, with tied embeddings, and without dropout. "llama-70b" and similar
     are Llama 3.1's, "gpt-oss-20b" OpenAI's.
     """
     mapping = _transformers().CONFIG_MAPPING
@@ -104,7 +104,7 @@ def adapted(model: nn.Module, rank: int) -> nn.Module:
 
 
 def check_length(config: Any, sequence: int) -> None:
-    """Raise `PlanError` where samples are longer than the model has positions for."""
+    """Raise `PlanError` if samples are longer than the model's number of positions."""
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and sequence > longest:
         raise PlanError(
@@ -152,7 +152,7 @@ def _downloaded(model: str) -> Path:
 
 @contextmanager
 def _refused(model_type: str) -> Iterator[None]:
-    """Say in a line what transformers cannot build, and why."""
+    """Raise errors of transformers as a `PlanError` that says what it cannot build, and why."""
     from huggingface_hub.errors import StrictDataclassError
 
     try:
@@ -187,7 +187,7 @@ def meta_copy(model: nn.Module, options: Options) -> nn.Module:
 
 
 def meta_tokens(model: nn.Module, sequence: int) -> dict[str, Any]:
-    """Token ids, and labels, for what forward asks for; no cache of what is only of use in generation."""
+    """Token ids for what the forward takes, labels too; without a cache for generation."""
     parameters = inspect.signature(model.forward).parameters.values()
     names = [p.name for p in parameters if p.default is p.empty and p.kind == p.POSITIONAL_OR_KEYWORD]
     names += [p.name for p in parameters if p.name in ("input_ids", "labels", "targets") and p.name not in names]
@@ -202,12 +202,13 @@ def meta_tokens(model: nn.Module, sequence: int) -> dict[str, Any]:
 
 
 def base_model(model: Any) -> Any:
-    """A model without what PEFT has put around it."""
+    """A model without PEFT's wrapper."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def repeated(model: nn.Module) -> nn.ModuleList | nn.Sequential | None:
-    """The one list of more than `DEPTH` modules that are alike, not inside another; None without, or with several."""
+    """The list of more than `DEPTH` equal modules that is not inside another such list; None: there is not exactly one.
+    """
     stacks = list(_stacks(model))
     return stacks[0] if len(stacks) == 1 else None
 
@@ -221,7 +222,7 @@ def _stacks(module: nn.Module) -> Iterator[nn.ModuleList | nn.Sequential]:
 
 
 def are_alike(blocks: Sequence[nn.Module]) -> bool:
-    """Whether nothing that can be seen tells one block from the next, but for numbers that count the blocks."""
+    """Whether blocks differ in nothing that can be seen, except in numbers that count the blocks."""
     modules = [module for block in blocks for module in block.modules()]
     if len(set(modules)) < len(modules):
         return False  # they share some
@@ -230,7 +231,7 @@ def are_alike(blocks: Sequence[nn.Module]) -> bool:
 
 
 def _traits(block: nn.Module) -> Iterator[Any]:
-    """All that can be seen of a block: of each module its place, type and attributes, of tensors no content."""
+    """What can be seen of a block: each module's place, type and attributes, without the contents of tensors."""
     for path, module in block.named_modules():
         yield path, type(module)
         for name, value in vars(module).items():
@@ -242,7 +243,7 @@ def _traits(block: nn.Module) -> Iterator[Any]:
 
 
 def _is_shared(values: Sequence[Any]) -> bool:
-    """Whether a trait is the same in all blocks, or their number, or has that in it: in a name of PEFT's, for one."""
+    """Whether a trait is the same in all blocks, or is the block's number, or contains it, as some names of PEFT do."""
     first, kinds = values[0], set(map(type, values))
     if all(value is first or _is_equal(value, first) for value in values):
         return True

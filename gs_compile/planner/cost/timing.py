@@ -1,8 +1,8 @@
-"""timing: how long the code of a model's units takes on the device it was captured on.
+"""timing: how long the code of a model's units takes on its device.
 
-Every class of units runs once to warm up, then a few times on random numbers, and the whole numbers of a batch, as in a
-step: with the sum over micro-batches of what it gives as gradients. Parameters are made up too, of one unit at a time,
-so that nothing of the model is read and little memory is needed. What layers may save is timed when a plan asks for it.
+The code of each class of units runs once to warm up, and then a few times on made-up values, as in a step: gradients
+are also added to sums. Parameters are made up too, for one unit at a time, so that nothing of the model is read and
+little memory is needed. Levels of saving are timed when a plan asks for them.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from gs_compile.runtime.values import Gradient
 
 log = logging.getLogger(__name__)
 
-MOST_RUNS = 15  # of one function; the median of these is not moved by a few that were disturbed
-SECONDS = 2.0  # that all runs take together, without the first two of each, which are made at any rate
-CHECK_SECONDS = 0.1  # that runs take which show whether code is as fast as before
-MOST_CHECKS = 3  # where it is not: it may have been disturbed, and timing all anew takes seconds
+MOST_RUNS = 15  # of one function: a few disturbed ones do not change the median
+SECONDS = 2.0  # for all runs together, except the first two of each function, which are always made
+CHECK_SECONDS = 0.1  # for the runs that show whether code is as fast as before
+MOST_CHECKS = 3  # if it is not: it may have been disturbed, and to time everything again takes seconds
 SEED = 0
 
 OwnLevels = Mapping[Unit, Sequence[int]]  # of each layer that has several
 
 
 def priced(sizes: tuple[UnitSize, ...], profile: Profile, num_threads: int) -> tuple[UnitSize, ...]:
-    """With what converting narrow states takes in updates on this machine, which `profile` is of, by its threads."""
+    """The sizes with the cost of converting narrow states in updates on this machine, whose `profile` this is."""
     if not any(size.conversion_nbytes for size in sizes):
         return sizes
     two = conversion_nbytes(num_threads, lane_rate("cpu", profile))
@@ -67,8 +67,8 @@ def timed(
 ) -> Workload:
     """`workload`, which is `layout`'s, with the seconds of each unit's forward and backward; a class is run once.
 
-    known: from where they are taken, if the first layer's forward is as fast now. beside: what is timed after it, to be
-    compiled at the same time.
+    known: times of before, which are used if the first layer's forward is still as fast. beside: levels that will be
+    timed next, and are compiled at the same time.
     """
     known, firsts, costs = known or KnownTimes(), classes(layout), workload.costs
     share = SECONDS / (2 * len(firsts))
@@ -89,11 +89,11 @@ def timed(
 def timed_levels(
     workload: Workload, layout: SpecializedModel, levels: Collection[int], known: KnownTimes | None = None
 ) -> Workload:
-    """`workload`, which is timed, with the seconds of its layers' code where they save activations at these levels.
-    Others are as fast as the level below.
+    """`workload`, which is timed, with the seconds of its layers' code at these levels of saving. Other levels are as
+    fast as the level below.
 
-    Levels are held against level 0 in turns: a machine that has become slower meanwhile makes none look worse.
-    known: as of `timed`, which has found out whether what is there is as fast as now.
+    Levels and level 0 run in turns: so a machine that becomes slower meanwhile makes no level look worse.
+    known: see `timed`, which has checked whether these times still hold.
     """
     known, costs = known or KnownTimes(), workload.costs
     firsts = {key: unit for key, unit in classes(layout).items() if costs[unit.unit].levels}
@@ -142,12 +142,12 @@ def _each(units: Collection[UnitGraph], time_one: Callable[[UnitGraph], UnitSeco
 
 
 def _compile(layout: SpecializedModel, shape: StepShape, levels: OwnLevels) -> None:
-    """Compile the code. A function of its own, which does nothing where the seconds of code are given."""
+    """Compile the code. (A separate function, so that it can be replaced where the seconds of code are given.)"""
     layout.compile_code(shape, levels)
 
 
 def _is_as_fast(layout: SpecializedModel, before: Timings) -> bool:
-    """Whether the first layer's forward, which follows the prologue's, takes what it took before."""
+    """Whether the first layer's forward takes as long as before."""
     then = before[1][0]
     if then is None:
         return False
@@ -158,9 +158,9 @@ def _is_as_fast(layout: SpecializedModel, before: Timings) -> bool:
 
 
 class LayerLevels:
-    """What the layers of a model at hand may save beside their inputs (`problem.Saving`).
+    """What the layers of a model in this process may save in addition to their inputs (`problem.Saving`).
 
-    workload: the model's, timed. known: as of `timed_levels`. compiled: its code is.
+    workload: the model's, timed. known: see `timed_levels`. compiled: the code of levels is compiled already.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class LayerLevels:
         self.costs = cache(self._costs)
 
     def levels(self, x_nbytes: Sequence[BoundaryNbytes]) -> Levels:
-        """Each layer's levels; of a batch that another rank has, in proportion to the inputs. () where none may."""
+        """Each layer's levels; for the batch of another rank, in proportion to the inputs. (): no layer has any."""
         self._asked = True
         of_batch = levels_of(self.layouts)
         if not any(of_batch):
@@ -192,7 +192,7 @@ class LayerLevels:
         return tuple(tuple(like(layer, level) for level in levels) for layer, levels in enumerate(of_batch))
 
     def refusals(self) -> Iterator[str]:
-        """In a sentence for each reason, the layers that can save nothing else, where that was asked for."""
+        """A sentence for each reason for which layers can save nothing else, if saving was asked for."""
         if self._asked:
             by_reason: dict[str, list[str]] = {}
             for layer in range(self.layouts[0].split.num_layers):
@@ -206,12 +206,12 @@ class LayerLevels:
         return "; ".join(sorted({code.no_levels_reason for code in self.layouts[0].codes.values()} - {""}))
 
     def to_compile(self, workload: Workload, *, last: bool) -> OwnLevels:
-        """What of them is timed once `workload` is; nothing where nobody has asked for levels."""
+        """The levels that are timed once `workload` is; none if no level was asked for."""
         with_levels = levelled(workload, self.layouts[0]) if self._asked else workload
         return _own_levels(with_levels.costs, self._worthwhile(with_levels, last))
 
     def _costs(self, last: bool) -> Mapping[Unit, UnitCost]:
-        """What the code of units costs, with levels as it runs; with `last` the last level alone."""
+        """The costs of units, with the levels as timed; with `last` only the last level."""
         with_levels = levelled(self.timed(), self.layouts[0])
         if with_levels.num_levels:
             with_levels = timed_levels(with_levels, self.layouts[0], self._worthwhile(with_levels, last), self.known)
@@ -222,8 +222,8 @@ class LayerLevels:
         return [most] if last else [each for each in range(1, most + 1) if self._may_pay(workload, each)]
 
     def _may_pay(self, workload: Workload, level: int) -> bool:
-        """Whether a level is worth compiling: a compiler fuses what is no product with what reads it, so that where no
-        product less is computed than at the level below, code that saves more is not faster.
+        """Whether a level is worth compiling. A compiler fuses everything except products with its readers: so a level
+        that computes as many products as the level below is not faster.
         """
         layers = [workload.costs[layer] for layer in range(workload.num_layers)]
         pairs = [(cost, *cost.levels)[level - 1 : level + 1] for cost in layers if len(cost.levels) >= level]
@@ -233,9 +233,7 @@ class LayerLevels:
 def _timed_levels(
     layout: SpecializedModel, unit: UnitGraph, cost: UnitCost, levels: Sequence[int], share: float
 ) -> UnitSeconds:
-    """Forward and backward of each level of one layer, some of them as many times as fast as level 0 as they are found
-    to be.
-    """
+    """The seconds of forward and backward of each level of one layer. Levels are timed relative to level 0."""
     if cost.seconds is None:
         return [None, None] * len(cost.levels)
     with _as_in_a_step(unit):
@@ -255,8 +253,8 @@ def _timed_levels(
 
 
 def _timed(workload: Workload, layout: SpecializedModel, unit: UnitGraph, share: float) -> UnitSeconds:
-    """Forward and backward of one unit; there are no seconds for one whose sizes depend on the data, or that does not
-    take what is made up.
+    """The seconds of forward and backward of one unit; None for one whose sizes depend on the data, or that fails on
+    made-up values.
     """
     cost = workload.costs[unit.unit]
     if any(-1 in spec.shape for spec in (*unit.specs, *unit.result_specs)):
@@ -277,7 +275,7 @@ def _seconds(workload: Workload, layout: SpecializedModel, unit: UnitGraph, shar
     runs_back = has_backward and height(unit.unit) >= height(workload.shape.first_grad)
     with _as_in_a_step(unit):
         trial = _Trial(layout, unit)
-        if is_head and runs_back:  # a step never runs its forward alone: compiling that would take longer than all else
+        if is_head and runs_back:  # a step never runs its forward alone, and to compile that would take long
             (backward,) = _median_seconds([trial.backward], share, trial.device)
             forward = backward * cost.forward_flops / max(cost.backward_flops, 1.0)
         else:
@@ -288,13 +286,13 @@ def _seconds(workload: Workload, layout: SpecializedModel, unit: UnitGraph, shar
 
 @contextmanager
 def _as_in_a_step(unit: UnitGraph) -> Iterator[None]:
-    """Code runs here as in a step, but exchanges nothing: one rank alone times it."""
+    """Inside the block code runs as in a step, but without communication: only one rank times it."""
     with torch.no_grad(), without_autocast(), Alone() if first_exchange(unit.module) else nullcontext():
         yield
 
 
 class _Trial:
-    """One unit and made-up values for all that it reads; at a level above 0 its forward comes before its backward."""
+    """One unit, with made-up values for all that it reads; above level 0 the forward runs before the backward."""
 
     def __init__(self, layout: SpecializedModel, unit: UnitGraph, level: int = 0, *, reads_input: bool = True) -> None:
         self.unit, self.level, self.reads_input = unit, level, reads_input
@@ -357,7 +355,7 @@ class _Trial:
 
 
 def _random(spec: TensorSpec, most: int, generator: torch.Generator) -> torch.Tensor:
-    """Small normal numbers, also of complex dtypes; for integers indices below `most`; for truth values True."""
+    """Small normal numbers, also of complex dtypes; for integers, indices below `most`; for booleans, True."""
     tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
     memory = _memory(tensor)
     if spec.dtype.is_floating_point or spec.dtype.is_complex:
@@ -370,12 +368,12 @@ def _random(spec: TensorSpec, most: int, generator: torch.Generator) -> torch.Te
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor, which entries share where it is expanded: torch writes to no such tensor."""
+    """The memory of a tensor without expanded dimensions, as torch does not write to expanded tensors."""
     return tensor.new_empty(0).set_(tensor.untyped_storage())
 
 
 def _smallest_table(unit: UnitGraph) -> int:
-    """The fewest rows of a matrix that the unit reads, or classes of its loss: an index below is inside all of them."""
+    """The fewest rows of a matrix that the unit reads, or classes of its loss: smaller indices are valid for all."""
     inputs = [spec for spec, source in zip(unit.specs, unit.sources, strict=True) if source.kind == "input"]
     rows = [spec.shape[0] for spec in inputs if spec.dtype.is_floating_point and len(spec.shape) == 2]
     losses = [node for node in unit.module.graph.nodes if operation(node) in ("cross_entropy", "nll_loss")]

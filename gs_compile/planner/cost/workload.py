@@ -3,7 +3,7 @@
     ModelSpec.of("gpt-65b", sequence=2048, precision="bf16").workload(8)      a name, a config, a module
     workload_of(specialized, sizes)                                           a model that runs
 
-What a model has to place and move follows from its capture, as for a run; what it has to compute is counted on the
+What a model has to store and move follows from its capture, as for a run; what it has to compute is counted on the
 graphs of its code. Nothing is computed, and a model by name or config has no weights.
 """
 
@@ -48,20 +48,18 @@ from gs_compile.runtime.muon import NS_STEPS, Matrices, matrices_of
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # any other is held against the rate of fp32
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # any other counts at the rate of fp32
 STATES: Mapping[str, StateType] = {"fp32": None, "bf16": torch.bfloat16, "8bit": "8bit"}  # of moments
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model captured once without its weights, whose workload at any micro-batch size is asked for.
+    """A model captured once without its weights, which has a workload for any micro-batch size.
 
-    sequence: tokens of a sample. symbols: symbolic sizes beside the batch.
-    num_layers: may be more than were captured: they are alike then. A layer may be a part of a block, and a
-        micro-batch the whole batch, as the schedule has it. optimizer, states: as in `Request`. frozen: as in
-        `Options`.
-    costs: those counted so far, by micro-batch size and tokens of pieces: the code is the same whatever masters and
-        codecs are.
+    sequence: tokens of a sample. symbols: symbolic sizes in addition to the batch.
+    num_layers: may be more than were captured, if layers are equal. Depending on the schedule, a layer may be a part of
+        a block, and a micro-batch the whole batch. optimizer, states: as in `Request`. frozen: as in `Options`.
+    costs: those counted so far, by micro-batch size and tokens of pieces; they do not depend on masters and codecs.
     """
 
     name: str
@@ -89,13 +87,13 @@ class ModelSpec:
     ) -> ModelSpec:
         """The specification of a name or path (as `named_config` takes it), a config of transformers, or a module.
 
-        precision: as the option of the backend; "bf16" has fp32 masters, and gradients in fp32; None: that of what has
-            no weights yet, and "model" of a module.
-        schedule: one that cuts blocks has several layers of each. masters: as in `Expert`. lora: the rank of adapters
-            that alone are trained, of a model that is no module.
+        precision: as the option of the backend; "bf16" has fp32 masters, and gradients in fp32. None: "bf16" for a
+            name or config, "model" for a module.
+        schedule: one that cuts blocks makes several layers of each. masters: as in `Expert`. lora: the rank of adapters
+            that alone are trained, for a name or config.
 
         The model is neither changed nor read. Raises `PlanError` for a model that cannot be built, `InspectionError`
-        where Dynamo cannot capture it without weights, and whatever the backend would refuse it with.
+        if Dynamo cannot capture it without weights, and the errors with which the backend would refuse it.
         """
         name, module, config = _told_apart(model)
         if lora and module is not None:
@@ -118,7 +116,7 @@ class ModelSpec:
         return _shortened(whole, capture)
 
     def specialized(self, micro_batch_size: int) -> SpecializedModel:
-        """The captured layers at one micro-batch size; raises `CaptureError` where their code fixes the batch size."""
+        """The captured layers at one micro-batch size; raises `CaptureError` if their code fixes the batch size."""
         if not self.compilation.captured.batch_symbols:
             raise CaptureError(
                 f"the model's code fixes the batch size{self.compilation.captured.fixed_at}, so it cannot run in "
@@ -133,9 +131,9 @@ class ModelSpec:
     def workload(
         self, micro_batch_size: int, masters: Masters | None = None, layer_tokens: int | None = None, world: int = 1
     ) -> Workload:
-        """What one of `world` ranks has of the model, at one micro-batch size, for which its code's memory is counted.
+        """The workload of one of `world` ranks at one micro-batch size, including the memory of its code.
 
-        masters: None: as the specification says. layer_tokens: as in `Decision`.
+        masters: None: those of the specification. layer_tokens: as in `Decision`.
         """
         specialized = self.specialized(micro_batch_size).in_pieces(layer_tokens)
         pairs = (masters or self.compilation.options.expert.masters) != "whole"
@@ -155,7 +153,7 @@ class ModelSpec:
         return _deepened(found, self.num_layers, specialized.split.layers_per_block)
 
     def _matrices(self, specialized: SpecializedModel) -> dict[int, Matrices] | None:
-        """What Muon orthogonalizes, where names and shapes alone say it."""
+        """The matrices that Muon orthogonalizes, by names and shapes alone."""
         if self.optimizer != "muon":
             return None
         captured = self.compilation.captured
@@ -165,7 +163,7 @@ class ModelSpec:
 
 
 def _told_apart(model: str | Path | PretrainedConfig | nn.Module) -> tuple[str, nn.Module | None, Any]:
-    """The name of a model, itself where it is a module, and its config, if it has any."""
+    """The name of a model; the model itself if it is a module; and its config, if it has one."""
     if isinstance(model, str | Path):
         return str(model), None, named_config(str(model))
     if isinstance(model, nn.Module):
@@ -174,8 +172,8 @@ def _told_apart(model: str | Path | PretrainedConfig | nn.Module) -> tuple[str, 
 
 
 def unit_cost(unit: UnitGraph, code: Differentiated) -> UnitCost:
-    """The cost of a unit, whose code this is, for one micro-batch: operations and memory inside, counted on its graphs,
-    which are those that are compiled. Nothing runs.
+    """The cost of a unit with this code, for one micro-batch: FLOPs and memory, counted on its graphs, which are those
+    that are compiled. Nothing runs.
     """
     backward = code.cost(code.last_name).flops if code.is_trained or unit.unit == EPILOGUE else 0.0
     return UnitCost(
@@ -187,7 +185,7 @@ def unit_cost(unit: UnitGraph, code: Differentiated) -> UnitCost:
 
 
 def unit_costs(specialized: SpecializedModel) -> Mapping[Unit, UnitCost]:
-    """What the code of each unit of a captured model costs."""
+    """The cost of each unit of a captured model."""
     codes, firsts = specialized.counted, classes(specialized)  # equal units share one
     costs = {key: unit_cost(graph, codes[graph.unit]) for key, graph in firsts.items()}
     return {graph.unit: costs[key] for graph, key in keyed(specialized)}
@@ -213,7 +211,7 @@ def workload_of(
     tied: Set[Unit] = frozenset(),
     costs: Mapping[Unit, UnitCost] | None = None,
 ) -> Workload:
-    """The workload of a captured model. tied: the units that read parameters of "t". costs: where they are known."""
+    """The workload of a captured model. tied: the units that read parameters of "t". costs: if they are known."""
     checkpoints = specialized.checkpoints
     return Workload(
         name="model",
@@ -234,9 +232,9 @@ def activations(layouts: Sequence[SpecializedModel]) -> dict[str, tuple[Boundary
 
 
 def levelled(workload: Workload, specialized: SpecializedModel) -> Workload:
-    """`workload`, which is `specialized`'s, with the levels of its layers; of a deeper one those of layers alike.
+    """`workload`, which is `specialized`'s, with the levels of its layers; a deeper one has those of equal layers.
 
-    Where the code was timed, a level saves as much of a forward's seconds as of its operations.
+    If the code was timed, a level saves the same part of a forward's seconds as of its FLOPs.
     """
     costs = dict(workload.costs)
     for layer in range(workload.num_layers):
@@ -246,7 +244,7 @@ def levelled(workload: Workload, specialized: SpecializedModel) -> Workload:
 
 
 def _level(saved: SavedLevel, cost: UnitCost) -> LevelCost:
-    """What a layer of this cost may save beside its input, for one micro-batch."""
+    """A level of saving of a layer with this cost, for one micro-batch."""
     names = ("nbytes", "reads_input", "forward_flops", "backward_flops")
     level = LevelCost(**{name: getattr(saved, name) for name in names})
     if cost.seconds is None:
@@ -257,12 +255,12 @@ def _level(saved: SavedLevel, cost: UnitCost) -> LevelCost:
 
 
 def _shortened(whole: Callable[[], nn.Module], capture: Callable[[nn.Module], ModelSpec]) -> ModelSpec:
-    """The capture of a model with two blocks, where these can be seen to stand for all; else whole."""
+    """The capture of a model with two blocks, if these represent all of them; otherwise of the whole model."""
     module = whole()
     if (stack := repeated(module)) is not None:
         number = len(stack)
         del stack[DEPTH:]
-        with suppress(GreedySnakeError):  # code that counts its blocks, for one, is captured whole
+        with suppress(GreedySnakeError):  # for example, code that counts its blocks is captured whole
             spec = capture(module)
             shortened = spec.specialized(1)
             if _is_alike(shortened):
@@ -273,7 +271,7 @@ def _shortened(whole: Callable[[], nn.Module], capture: Callable[[nn.Module], Mo
 
 
 def _is_alike(shortened: SpecializedModel) -> bool:
-    """Whether the blocks that were captured can stand for more of them."""
+    """Whether the captured blocks represent more of them."""
     num_captured, num_classes = shortened.split.num_layers, len(shortened.uniform.layer_classes)
     return (num_captured, num_classes) == (DEPTH * shortened.split.layers_per_block, shortened.split.layers_per_block)
 

@@ -1,15 +1,15 @@
-"""coefficients: what a step takes and moves on one machine, as affine functions of the ratios.
+"""coefficients: the memory, traffic and time of a step on one machine, as affine functions of the ratios.
 
-The ratios are the shares of a class of a stack's data that live in a place:
+A ratio is the part of a class of a stack's data that lives in a place:
 
     c, p, o, g  of checkpoints, parameters, optimizer states and gradient sums in host memory
     dc, dp      of checkpoints and parameters in spare memory of the device
     a_kt        of layers' micro-batches that save activations, at each level k on each tier t (`Formulas.saved`)
 
-What is left is on SSD. A formula is an array `[..., 1 + stacks (6 + saved)]`: a constant and a coefficient of each. The
-bytes of one class depend on its own ratios alone, so three programs tell all of them: everything on SSD, in host
-memory, on the device; one more tells what goes where a layer's input is not kept.
-`counting` lowers and reads them. The program that is made of a solution says what it takes itself (`problem`).
+The rest is on SSD. A formula is an array `[..., 1 + stacks (6 + saved)]`: a constant and a coefficient for each ratio.
+The bytes of one class depend on its own ratios alone, so three programs suffice to find all coefficients: everything on
+SSD, in host memory, on the device; and one more for layers that do not keep their input. `counting` lowers and reads
+them. The program that follows from a solution counts its own memory (`problem`).
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ Columns = npt.NDArray[np.intp]
 class StepFormulas(NamedTuple):
     """All formulas of one alpha and one number of micro-batches.
 
-    seconds: of each lane by phase, alone. alive: by tier, `[point, 1 + ratios]`. ssd, written: bytes to and from SSD;
-    link: between host and device.
+    seconds: of each lane by phase, alone. alive: bytes by tier, `[point, 1 + ratios]`. ssd: bytes to and from SSD;
+    written: bytes to SSD; link: bytes between host and device.
     """
 
     seconds: Mapping[tuple[str, str], Array]
@@ -61,10 +61,10 @@ class StepFormulas(NamedTuple):
 
 
 class Formulas:
-    """What a model takes and moves on one machine; made once for all alphas and numbers of micro-batches."""
+    """The formulas of a model on one machine, for all alphas and numbers of micro-batches."""
 
     def __init__(self, workload: Workload, profile: Profile, counted: Counted, *, apart: bool = True) -> None:
-        """`counted` is of the same model, at whatever micro-batch size; apart: each stack has ratios of its own."""
+        """`counted` is of the same model, at any micro-batch size; apart: each stack has ratios of its own."""
         self.workload = workload
         self.stacks = workload.stacks if apart else stacks(workload.num_layers)
         self.profile = profile
@@ -84,21 +84,23 @@ class Formulas:
         self._binding: dict[tuple[tuple[float, ...], bool], dict[str, Array]] = {}
 
     def columns(self, stack: int) -> Columns:
-        """A formula's columns of a stack's ratios and, behind them, of what it saves."""
+        """A formula's columns for a stack's ratios, followed by those for what it saves."""
         return np.arange(self.block) + 1 + stack * self.block
 
     def column(self, name: str) -> Columns:
-        """A formula's columns of one ratio, stack by stack."""
+        """A formula's columns for one ratio, by stack."""
         return np.array([self.columns(stack)[RATIOS.index(name)] for stack in range(len(self.stacks))])
 
     @property
     def saved_columns(self) -> Columns:
-        """A formula's columns of what is saved, `[stack, saved]`."""
+        """A formula's columns for what is saved, `[stack, saved]`."""
         return np.array([self.columns(stack)[len(RATIOS) :] for stack in range(len(self.stacks))])
 
     @property
     def homes(self) -> Array:
-        """Rows `[class, 1 + ratios]` of what no more than all of a class is: checkpoints or more, and parameters."""
+        """Rows `[class, 1 + ratios]` whose values must not exceed 1: the parts of checkpoints (and saved items), and of
+        parameters, outside SSD.
+        """
         by_class = np.zeros((2, len(self.stacks), self.width))
         for rows, name in zip(by_class, ("checkpoint", "parameter"), strict=True):
             for row, *columns in zip(rows, self.column(name), self.column(f"device_{name}"), strict=True):
@@ -108,7 +110,7 @@ class Formulas:
         return by_class.reshape(-1, self.width)
 
     def _extended(self, stack: int) -> Array:
-        """`[counted, 1 + ratios]`: what was counted of a stack as a formula of its ratios."""
+        """`[counted, 1 + ratios]`: what was counted of a stack, as formulas of its ratios."""
         extension = np.zeros((UNKEPT + 1 if self.counted.saves else WIDTH, self.width))
         columns = self.columns(stack)
         extension[0, 0] = 1.0
@@ -118,8 +120,8 @@ class Formulas:
         return extension
 
     def _saving(self, stack: int, level: int, tier: Tier) -> Array:
-        """What saving all items of a stack moves and keeps, as a sum of what was counted: their bytes, and an input's
-        that stays on the same tier or goes. Nothing where its layers have no levels.
+        """What saving all items of a stack moves and keeps, as a sum of what was counted: their bytes, and those of an
+        input that is kept on the same tier or not at all. Zeros if the stack's layers have no levels.
         """
         layers, joints = self.stacks[stack], self.workload.shape.joints
         levels = [self.workload.costs[layer].levels for layer in layers]
@@ -160,19 +162,21 @@ class Formulas:
         return StepFormulas(seconds, alive, read + written, written, down + up)
 
     def _formula(self, counted: Array) -> Array:
-        """What was counted, `[..., stack, class, counted]`, as formulas."""
+        """The counts `[..., stack, class, counted]` as formulas."""
         by_stack = np.tensordot(counted, self.scale, (-2, 0))
         return np.tensordot(by_stack, self._extension, ((-2, -1), (0, 1)))
 
     def _alive(self, readings: Readings, tier: str) -> Array:
-        """Bytes at each point of a program; what code computes with is always there."""
+        """The bytes at each point of a program, including the workspace of code."""
         bytes_alive = self._formula(readings.alive[:, TIERS.index(tier)])
         if tier == "device":
             bytes_alive[:, 0] += self.workload.workspace_nbytes
         return bytes_alive
 
     def _points(self, anchors: tuple[float, ...], *, several: bool) -> dict[str, Array]:
-        """By tier, the points that bind for some ratios and some alpha between the anchors, for any micro-batches."""
+        """By tier, the points that may bind for some ratios and some alpha between the anchors, for any number of
+        micro-batches.
+        """
         if (anchors, several) not in self._binding:
             numbers = range(2, AFFINE_FROM + 2) if several else (1,)
             counted = [[self.counted.readings(alpha, number) for number in numbers] for alpha in anchors]
@@ -189,14 +193,14 @@ class Formulas:
 
 
 def _exclusive(homes: Array) -> list[Columns]:
-    """The columns of ratios of which one at most is 1 where each class is on a tier as a whole; any two of others."""
+    """Groups of columns of which at most one is 1 if each class is on one tier as a whole; others may be 1 together."""
     together = [np.flatnonzero(row) for row in homes]
     alone = set(range(1, homes.shape[1])).difference(*together)
     return [*together, *(np.array([column]) for column in sorted(alone))]
 
 
 def _highest(heights: Array, exclusive: Sequence[Columns]) -> Array:
-    """Of all points, as formulas `[point, ..., 1 + ratios]`, those that are not below another one for any ratios."""
+    """The points, formulas `[point, ..., 1 + ratios]`, that are not below another one for all ratios."""
     mean = heights[..., 0] + sum(heights[..., each].sum(axis=-1) / (len(each) + 1) for each in exclusive)
     left, highest = np.arange(len(heights)), []
     while left.size:

@@ -1,17 +1,16 @@
-"""counting: what a step moves and keeps, read off short lowered programs.
+"""counting: what a step moves and keeps, counted on short lowered programs.
 
-A step is the same from layer to layer, its bytes are affine in the number of layers, in that of micro-batches (from
-three on: so many saved items are in host memory at a time), and in alpha (between 0 and 1). So the programs that are
-lowered are short, and what they say is extended:
+A step repeats from layer to layer. Its bytes are affine in the number of layers, in the number of micro-batches (from
+three on: so many saved items are in host memory at a time), and in alpha (between 0 and 1). So short programs are
+lowered, and their counts are extrapolated:
 
     layers          a few at either end, and one period more                            `_lengths`
     micro-batches   3 and 4; 1 and 2 are counted for themselves                         `Counted.readings`
     alpha           0 and 1, and for all between 1/4 and 1/2                            `anchors`
     saved           every layer but joints saves one byte beside its input, on each tier in turn; and one in its place
 
-The points of a program at which bytes are counted are three in each stage: transfers come in, updates and what leaves,
-computation. What a unit's update takes in memory grows in steps where the unit is larger than a layer; there the
-readings are between.
+Bytes are counted at three points of each stage: when transfers come in; at updates, and what leaves; at computation.
+The memory of a unit's update grows in steps if the unit is larger than a layer; there the readings are interpolated.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ RATIOS = ("checkpoint", "parameter", "optimizer", "device_checkpoint", "device_p
 WIDTH = 1 + len(RATIOS)
 CLASSES = ("parameter", "checkpoint", "optimizer")  # of data that have a ratio in host memory
 DEVICE_RATIOS = ("device_parameter", "device_checkpoint")
-# Behind them, where layers may save more: a byte of every item on each tier, and no item's input.
+# After these, if layers may save more: a byte of every item on each tier, and no item's input.
 SAVED: Mapping[Tier, int] = {"ssd": WIDTH, "host": WIDTH + 1, "device": WIDTH + 2}
 UNKEPT = WIDTH + 3
 PHASES = ("forward", "backward")
 TIMED = ("compute", "cpu", "h2d", "d2h", "ssd_read", "ssd_write", "net")
 
 PHASE_OF = {"fill": 0, "forward": 0, "backward": 1, "drain": 1}
-# Classes of values, by kind, whose bytes are told apart; of the first four the columns of the ratios, host and device.
+# Classes of values, by kind, that are counted separately; the first four have columns of ratios, for host and device.
 KINDS = {"x": 0, "dx": 0, "w": 1, "s": 2, "dw": 3, "side": 4, "a": 5, "dside": 6}
 COLUMNS = ((1, 4), (2, 5), (3,), (6,))
 NUM_CLASSES = 8  # the last is of all other values
@@ -56,7 +55,7 @@ ACTIVATIONS = [0, 4, 6]  # classes whose bytes are a micro-batch's
 NOTHING = Ratios(checkpoint=0.0, parameter=0.0, optimizer=0.0, gradient=0.0)
 EVERYTHING = Ratios(checkpoint=1.0, parameter=1.0, optimizer=1.0, gradient=1.0)
 ON_DEVICE = Ratios(device_checkpoint=1.0, device_parameter=1.0, optimizer=1.0, gradient=0.0)
-ENDS = 4  # layers at either end that may differ from those between: as far as `pipeline` looks ahead, and one
+ENDS = 4  # layers at either end that may differ from those between: as far as `pipeline` looks ahead, plus one
 MOST_PERIOD = 4  # layers
 AFFINE_FROM = 3  # micro-batches
 
@@ -68,13 +67,12 @@ def host_classes(layout: Layout) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Readings:
-    """Bytes of a program, or of the one that several are extended to.
+    """The bytes of a program, counted or extrapolated from several.
 
-    moved: `[phase, lane, stack, class, WIDTH]`, or more where layers may save more than their input; of the optimizer
-        what its rule reads and writes, of "compute" passes over memory. alive: `[point, tier, stack, class, WIDTH]`.
-        code: by phase, how often each unit's code runs (of a backward the second entry). Activations count in
-        checkpoints, and in side inputs and their gradients of a micro-batch, or in parts of them where they are not all
-        as large.
+    moved: `[phase, lane, stack, class, WIDTH]`, wider if layers may save more than their input; for the lane "cpu" what
+        the optimizer's rule reads and writes, for "compute" passes over memory. alive: `[point, tier, stack, class,
+        WIDTH]`. code: by phase, how often each unit's code runs (forward, backward). The unit of activations is one
+        micro-batch's checkpoint, side inputs, or their gradient; or a common part of these if sizes differ.
     """
 
     moved: Array
@@ -82,7 +80,7 @@ class Readings:
     code: Mapping[tuple[int, Unit, bool], float]
 
     def to(self, other: Readings, steps: float) -> Readings:
-        """This one, and `steps` times what the other has more."""
+        """This one, plus `steps` times the difference of the other to it."""
         return _sum((1.0 - steps, self), (steps, other))
 
 
@@ -95,12 +93,12 @@ def _sum(*terms: tuple[float, Readings]) -> Readings:
 
 
 class Counted:
-    """Readings of one model, whatever its micro-batch size; programs are lowered as they are needed."""
+    """Readings of one model, at any micro-batch size; programs are lowered when they are needed."""
 
     def __init__(
         self, workload: Workload, builder: StepBuilder, *, speculative: bool = False, layer_updates: int = 1
     ) -> None:
-        """`builder`: how steps are laid out; its numbers of layers and micro-batches do not count.
+        """`builder`: how steps are laid out; its numbers of layers and micro-batches do not matter.
 
         speculative, layer_updates: as in `Decision`.
         """
@@ -110,21 +108,21 @@ class Counted:
         self.saves = workload.num_levels > 0  # layers may save more than their input
         layers = [size.num_trained for size in workload.sizes if isinstance(size.unit, int)]
         groups = ceil(max(size.num_trained for size in workload.sizes) / max([1, *layers]))
-        self.ends = ENDS + groups  # a unit that is updated in groups takes a stage more for each
+        self.ends = ENDS + groups  # a unit that is updated in groups takes another stage for each
         self.stacks = workload.stacks
         self.lengths = _lengths(workload, self.ends)
         self._known: dict[tuple[float, int], Readings] = {}
 
     @property
     def key(self) -> Hashable:
-        """What readings follow from; the micro-batch size and the costs of code are none of it."""
+        """What readings depend on: not the micro-batch size, nor the costs of code."""
         workload, activations = self.workload, self.workload.activations
         layout = self.builder.laid_out(levels=(), **dict.fromkeys(activations, ())).layout
         settings = layout, self.speculative, self.saves, self.layer_updates, self.lengths
         return settings, workload.sizes, workload.shape, tuple(map(in_parts, activations.values()))
 
     def decision(self, ratios: tuple[Ratios, ...], alpha: float, shares: Shares) -> Decision:
-        """A decision with updates as they were counted."""
+        """A decision with updates as they are counted here."""
         return Decision(
             ratios=ratios, alpha=alpha, shares=shares, speculative=self.speculative, layer_updates=self.layer_updates
         )
@@ -143,7 +141,7 @@ class Counted:
         if alpha not in between:
             low, high = between
             return self.readings(low, number).to(self.readings(high, number), (alpha - low) / (high - low))
-        if number > 2 and alpha != between[-1]:  # what another micro-batch adds has nothing to do with updates
+        if number > 2 and alpha != between[-1]:  # what another micro-batch adds does not depend on alpha
             more, two = (self.readings(between[-1], each) for each in (number, 2))
             return _sum((1.0, self.readings(alpha, 2)), (1.0, more), (-1.0, two))
         by_length = [self._lowered(length, alpha, number) for length in self.lengths]
@@ -196,7 +194,7 @@ def _affine(corners: Sequence[Array], *, saves: bool) -> Array:
 
 
 def anchors(alpha: float) -> tuple[float, ...]:
-    """The alphas that are lowered for one: where some updates are late and some are not, two stand for all."""
+    """The alphas whose programs are lowered for one alpha: itself; if updates are early and late, two others."""
     return (alpha,) if alpha in (0.0, 1.0) else (0.25, 0.5)
 
 
@@ -242,7 +240,7 @@ class _Count:
         return stack_of(value.unit, self.stacks), KINDS.get(whole_kind(homed(value)), NUM_CLASSES - 1)
 
     def _add(self, stage: Stage, now: Array, ops: Sequence[Op] = ()) -> None:
-        """The most bytes at each point of a stage; `now`: those before it and after each of its operations."""
+        """Add the most bytes at each point of a stage; `now`: the bytes before it and after each of its operations."""
         moments = np.array([0, *accumulate(map(_moment, ops), max)])
         most = [now[: np.searchsorted(moments, 0, side="right")].max(axis=0)]
         for moment in (1, 2):
@@ -251,7 +249,7 @@ class _Count:
         self.points.update(dict.fromkeys(self._keys(stage), np.array(most)))
 
     def _keys(self, stage: Stage) -> Iterator[tuple[str, str, bool]]:
-        """The names of a stage near an end of the layers, and of the micro-batches where it is of one."""
+        """The names of a stage, counted from the nearer end of the layers, and of the micro-batches if it is of one."""
         unit, last = stage.unit, self.placement.layout.num_micro_batches - 1
         if isinstance(unit, int):
             above = self.placement.layout.num_layers - unit
@@ -275,7 +273,7 @@ def _moment(op: Op) -> int:
 
 
 def _lengths(workload: Workload, ends: int) -> tuple[int, ...]:
-    """The numbers of layers that tell of all: two, a period apart, or the model's own where it has no period."""
+    """The numbers of layers to lower: two, a period apart; or the model's own if it has no period."""
     number, shape = workload.num_layers, workload.shape
     sizes = {size.unit: replace(size, unit=0) for size in workload.sizes}
     layers = [(sizes.get(layer), workload.costs[layer], layer in shape.frozen) for layer in range(number)]

@@ -1,16 +1,16 @@
-"""search: how many micro-batches, how much of the updates late, and what lives where (arXiv 2512.17570, Algorithm 1).
+"""search: the number of micro-batches, alpha, and where data lives (arXiv 2512.17570, Algorithm 1).
 
-For each number n of micro-batches the best alpha of 0.00, 0.01 ... 0.50 counts, or 1.00 alone where clipping makes all
-updates wait. (Where they are speculative it is the other alphas: no step is expected to be taken back.) The search ends
-at the first n from which throughput hardly grows, or where nothing fits: more micro-batches never take less memory.
-Throughput hardly grows, by the rule of that name,
+For each number n of micro-batches the best alpha of 0.00, 0.01 ... 0.50 is taken; only 1.00 if clipping makes all
+updates wait. (With speculative updates the former: steps are expected not to be rolled back.) The search ends at the
+first n from which throughput hardly grows, or beyond which nothing fits: more micro-batches never take less memory.
+Throughput hardly grows by one of these rules:
 
-    relative    where a part more of micro-batches brings less than a tenth of that part: as T(n) = a + b n, that is
-                within a tenth of 1 / b, what the computation (or a lane that is as busy) reaches at best
-    paper       where one micro-batch more brings less than 1 %: a step with small micro-batches ends early then
+    relative    the relative growth of throughput is less than a tenth of the relative growth of n. With seconds
+                T(n) = a + b n, throughput is then within a tenth of 1 / b, its limit by the busiest lane
+    paper       another micro-batch brings less than 1 %: with small micro-batches this ends early
 
-Not every alpha is solved for every n: the multipliers of a linear program that was solved bound the seconds of all with
-the same rows, whatever alpha and n (`System.lagrangian`), and an alpha whose bound is above what another one reaches
+Not every alpha is solved for every n: the multipliers of a solved linear program bound the seconds of all programs with
+the same rows, for any alpha and n (`System.lagrangian`), and an alpha whose bound is above what another one reaches
 cannot be the best. Nor is every n solved: with the relative rule n doubles, and the last doubling is bisected.
 """
 
@@ -33,19 +33,19 @@ from gs_compile.planner.lp.counting import Array, anchors
 from gs_compile.planner.lp.solve import FEASIBLE, ProblemData, Solution, System, short
 from gs_compile.planner.request import Request, several
 
-GROWTH = 1.01  # of throughput, for another micro-batch to be worth it by the paper's rule
-PART = 0.1  # of a part of micro-batches, that throughput has to grow by
+GROWTH = 1.01  # of throughput, for which another micro-batch is worth it by the paper's rule
+PART = 0.1  # of the relative growth of n, by which throughput has to grow
 # Seconds do not fall with n, so with n > 100 throughput cannot grow by 1 % a micro-batch; a program of a thousand has
 # half a million operations.
 MOST = {"relative": 1024, "paper": 101}
-ROUNDING = 1e-5  # of seconds: how far the solver's rounding may move a bound
+ROUNDING = 1e-5  # relative: how far the solver's rounding may move a bound of seconds
 
 MOST_SYSTEMS = 64  # that are kept: those of one number of micro-batches and all alphas
 
 
 @dataclass(frozen=True)
 class Search:
-    """What was found: the best, and the best of each n that was tried, None where nothing fits."""
+    """The results of a search: the best solution, and the best one for each n that was tried (None: nothing fits)."""
 
     best: Solution
     history: tuple[tuple[int, Solution | None], ...]
@@ -54,7 +54,8 @@ class Search:
 def search(data: ProblemData, num_micro_batches: int | None = None) -> Search:
     """The smallest number of micro-batches with saturated throughput, or the one given, and the best plan for it.
 
-    Raises `PlanError` where settings contradict each other or nothing fits: it says what is short, and what is near.
+    Raises `PlanError` if settings contradict each other or nothing fits: it says what is short, and which similar
+    settings fit.
     """
     tries, saturation = _Tries(data), data.request.saturation
     if num_micro_batches is not None:
@@ -67,12 +68,12 @@ def search(data: ProblemData, num_micro_batches: int | None = None) -> Search:
 
 
 def best_for(data: ProblemData, num_micro_batches: int, alphas: Sequence[float] = ()) -> Solution | None:
-    """The best for one number of micro-batches, with one of these alphas, or of the request's; None: nothing fits."""
+    """The best solution for a number of micro-batches, with one of these alphas, or the request's; None: none fits."""
     return _Tries(data, alphas).at(num_micro_batches)
 
 
 def has_solution(data: ProblemData, num_micro_batches: int, alphas: Sequence[float] = ()) -> bool:
-    """Whether a step fits with one of these alphas, or of the request's; which is best is not looked for."""
+    """Whether a step fits with one of these alphas, or one of the request's."""
     return _Tries(data, alphas).fits(num_micro_batches)
 
 
@@ -91,7 +92,7 @@ def _paper(tries: _Tries, most: int) -> Solution | None:
 
 
 def _relative(tries: _Tries, most: int) -> Solution | None:
-    """The smallest number that is enough: twice as many each time, then between the last two."""
+    """The smallest number that is enough: it doubles each time, and then the last doubling is bisected."""
     low, high = 0, 1
     while not _is_enough(tries, high, most):
         low, high = high, 2 * high
@@ -119,8 +120,8 @@ class _Tries:
         _check(data.formulas)
         self.system = lru_cache(MOST_SYSTEMS)(partial(System, data))
         self.known: dict[int, Solution | None] = {}
-        self.most = dict.fromkeys(alphas or data.request.alphas, inf)  # by alpha, from where on nothing fits
-        self.multipliers: dict[tuple[tuple[float, ...], bool], list[Array]] = {}  # by what has the same rows
+        self.most = dict.fromkeys(alphas or data.request.alphas, inf)  # by alpha, the n from which on nothing fits
+        self.multipliers: dict[tuple[tuple[float, ...], bool], list[Array]] = {}  # by a key of programs with equal rows
 
     def at(self, number: int) -> Solution | None:
         if number not in self.known:
@@ -156,12 +157,12 @@ class _Tries:
         return best
 
     def _left(self, number: int) -> list[float]:
-        """The alphas of which it is not known that nothing fits."""
+        """The alphas with which something may fit."""
         return [alpha for alpha, most in self.most.items() if number < most]
 
     def _solved(self, alpha: float, number: int) -> Solution | None:
-        """The best with this alpha. Where nothing fits, that is known of it from now on, and of others of which one
-        budget alone says it, or the same multipliers of the rows.
+        """The best solution with this alpha. If nothing fits, this is noted for it, and for other alphas for which one
+        budget alone, or the same multipliers, show the same.
         """
         alike = [each for each in self._left(number) if anchors(each) == anchors(alpha)]
         low, high = (self.system(number, each).beyond for each in (min(alike), max(alike)))
@@ -187,8 +188,8 @@ class _Tries:
             bounds.update((alpha, max(bounds[alpha], new)) for alpha, new in zip(alphas, least, strict=True))
 
     def _least(self, alphas: Sequence[float], multipliers: Sequence[Array], number: int) -> Array:
-        """What no ratios fall below by any of the multipliers, of alphas between the same anchors: the rows are affine
-        in alpha there.
+        """Lower bounds by these multipliers, whatever the ratios, for alphas between the same anchors, where the rows
+        are affine in alpha.
         """
         low, high = anchors(alphas[0])[0], anchors(alphas[0])[-1]
         first, last = (self.system(number, alpha).lagrangian(np.array(multipliers)) for alpha in (low, high))
@@ -201,7 +202,7 @@ class _Tries:
 
 
 def _check(formulas: Formulas) -> None:
-    """Raise `PlanError` where the machine has no rate for what is computed, before anything is solved."""
+    """Raise `PlanError` if the machine has no rate for what is computed, before anything is solved."""
     workload, profile = formulas.workload, formulas.profile
     timed = all(cost.seconds is not None for cost in workload.costs.values())
     if not timed and workload.dtype not in profile.matmul_flops_per_second:
@@ -213,9 +214,9 @@ def _check(formulas: Formulas) -> None:
 
 
 def shortfall(data: ProblemData, num_micro_batches: int = 1, lacking: Mapping[str, int] | None = None) -> str:
-    """Why nothing fits: what is short, by how much, and the nearest settings that do fit. One sentence or two.
+    """In one or two sentences, why nothing fits: what is short, by how much, and the nearest settings that fit.
 
-    lacking: by tier, the bytes that the program of the first alpha lacks; None: those that the linear program does.
+    lacking: by tier, the bytes that the step program with the first alpha lacks; None: those of the linear program.
     """
     formulas, budgets, request = data
     alphas = request.alphas if lacking is None else request.alphas[:1]
@@ -248,7 +249,7 @@ def _nearest(data: ProblemData, num_micro_batches: int) -> Iterator[str]:
         return has_solution(data._replace(request=request), number, alphas)
 
     request, alphas, ratios = data.request, data.request.alphas, data.request.ratios.given()
-    most = 0.0 if request.late else request.alpha or 0.0  # of late updates there is one alpha
+    most = 0.0 if request.late else request.alpha or 0.0  # if all updates are late, there is only one alpha
     below = (each for each in range(99, -1, -1) if each / 100 < most)
     if (smaller := next((n for n in below if does(num_micro_batches, [n / 100], request)), None)) is not None:
         yield f"alpha {smaller / 100:g}"

@@ -1,4 +1,4 @@
-"""solve: what each tier keeps of every class of data, such that a step takes the least time: a linear program.
+"""solve: a linear program: how much of every class of data each tier stores, such that a step takes the least time.
 
 For n micro-batches and one alpha (arXiv 2512.17570, section 4.4). The variables are
 
@@ -7,7 +7,7 @@ For n micro-batches and one alpha (arXiv 2512.17570, section 4.4). The variables
     a_kt        in [0, 1]: what part of layers' micro-batches saves activations, at level k on tier t
     t_f, t_b    seconds of the forward and of the backward
 
-and what is left, 1 - c - dc and so on, is on SSD. Each stack has such ratios of its own, or all have the same. All else
+and the rest, 1 - c - dc and so on, is on SSD. Each stack has ratios of its own, or all have the same. Everything else
 is affine in c, p, o, dc, dp, a_kt. With f a phase, i a lane:
 
     minimise    t_f + t_b + eps (bytes to and from SSD + those on the link / 10) + eps a      `System.optimum`
@@ -24,14 +24,14 @@ is affine in c, p, o, dc, dp, a_kt. With f a phase, i a lane:
 
 The bytes at a moment hold the working buffers, late gradients, and the room that stale parameters leave for these.
 
-Why two rows for lanes that disturb each other. Alone they need x and y seconds; while both run they do a and b seconds
-of that work in a second. Say x ends first, after x / a. By then b x / a of y is done, and the rest takes
+Two rows for lanes that disturb each other: alone they need x and y seconds; while both run they do a and b seconds of
+that work in a second. If x ends first, it does so after x / a. By then b x / a of y is done, and the rest takes
 y - b x / a: together y + x (1 - b) / a. If y ends first it is the other row. The difference of the two is
-(a + b - 1) (y / b - x / a), so where a + b >= 1 the row that applies is the larger, and both together are exact. Where
+(a + b - 1) (y / b - x / a), so if a + b >= 1 the row that applies is the larger, and both together are exact. If
 a + b < 1, taking turns is faster, and the row is t_f >= x + y.
 
-Times are in a unit of their own and memory in parts of its budget, so that all numbers are near 1. eps is so small that
-all SSD traffic there can be costs a millionth of the step.
+Times are scaled and memory is in parts of its budget, so that all numbers are near 1. eps is so small that the largest
+possible SSD traffic costs a millionth of the step.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ from gs_compile.planner.lp.counting import DEVICE_RATIOS, PHASES, RATIOS, TIMED,
 from gs_compile.planner.request import Budgets, Request
 from gs_compile.program.ir import TIERS
 
-TRAFFIC_PRICE = 1e-6  # of a step's seconds, for all the bytes it could move to and from SSD
-LINK_PART = 0.1  # of that, for those between host and device: of equals nothing is moved in vain
+TRAFFIC_PRICE = 1e-6  # of a step's seconds, for all the bytes that it could move to and from SSD
+LINK_PART = 0.1  # of that, for those between host and device: so nothing moves without need
 TOLERANCE = 1e-9  # of the solver
-# HiGHS may find no status for a nearly infeasible program that it has simplified, and its simplex method for one more;
-# where budgets may be exceeded, and are by far, it may call a program unbounded that has an optimum.
+# HiGHS may end without a status for a nearly infeasible program after presolve, and its simplex method for another; if
+# budgets may be exceeded, and are by far, it may call a program unbounded that has an optimum.
 SOLVERS: tuple[dict[str, Any], ...] = ({}, {"presolve": "off"}, {"highs_options": {"solver": "ipm"}})
-FEASIBLE = 1e-6  # of a budget: less is the solver's rounding
+FEASIBLE = 1e-6  # of a budget: a smaller excess is the solver's rounding
 PAIRS = (
     ("ssd_read", "ssd_write"),
     ("h2d", "d2h"),
@@ -68,17 +68,17 @@ PAIRS = (
     ("compute", "ssd_write"),
     ("compute", "d2h"),
 )
-# Columns: the ratios, t_f and t_b, and by how much of its budget each tier is exceeded.
+# Columns: the ratios, t_f and t_b, and the part of its budget by which each tier is exceeded.
 TIMES, EXCESS = (0, 1), 2
 NUM_OTHERS = EXCESS + len(TIERS)
-LEAST_PART = 1e-6  # of all items: less is the solver's rounding
+LEAST_PART = 1e-6  # of all items: a smaller part is the solver's rounding
 
 
 @dataclass(frozen=True)
 class Solution:
-    """The best there is for one n and alpha.
+    """The optimum for one n and alpha.
 
-    decision: what it chooses. multipliers: of the rows, for bounds of other linear programs (`System.lagrangian`).
+    multipliers: of the rows, for bounds of other linear programs (`System.lagrangian`).
     """
 
     num_micro_batches: int
@@ -105,7 +105,7 @@ class ProblemData(NamedTuple):
 
 
 def short(data: ProblemData, num_micro_batches: int, alpha: float) -> dict[str, int]:
-    """The bytes that are short, by tier, where budgets are exceeded by as small parts as can be."""
+    """The bytes that are short, by tier, if the budgets are exceeded by the smallest possible parts."""
     exceeded, _ = System(data, num_micro_batches, alpha).exceeded()
     parts = zip(TIERS, exceeded.tolist(), strict=True)
     return {tier: int(np.ceil(part * data.budgets.of(tier))) for tier, part in parts if part > FEASIBLE}
@@ -135,17 +135,17 @@ class System:
         return self._at(point, multipliers)
 
     def valued(self, decision: Decision) -> Solution:
-        """The seconds of a decision, whether or not it keeps the budgets."""
+        """A decision with its seconds, whether or not it keeps the budgets."""
         return Solution(self.num_micro_batches, decision, self._seconds_at(self._point(decision)))
 
     def needs(self, decision: Decision) -> tuple[dict[str, int], int]:
-        """The most bytes of a decision on each tier, and those that it writes to SSD in a step."""
+        """The most bytes that a decision has on each tier, and the bytes that it writes to SSD in a step."""
         point = self._point(decision)
         peaks = {tier: int((alive @ point).max()) for tier, alive in self.numbers.alive.items()}
         return peaks, int(self.numbers.written @ point)
 
     def _point(self, decision: Decision) -> Array:
-        """A decision as the columns of the rows have it."""
+        """A decision as the columns of the rows."""
         formulas, point = self.formulas, np.ones(self.formulas.width)
         several = len(decision.ratios) > 1
         for stack in range(len(formulas.stacks)):
@@ -170,10 +170,10 @@ class System:
         return Solution(self.num_micro_batches, decision, self._seconds_at(point), multipliers)
 
     def optimum(self, *, elastic: bool = False) -> tuple[Array, Array, Array] | None:
-        """The best ratios after a 1, by which part each budget is exceeded, and the seconds that one less on a row's
-        right side costs.
+        """The best ratios after a 1; the part by which each budget is exceeded; and the rows' multipliers: the seconds
+        that one less on a row's right side costs.
 
-        elastic: budgets may be exceeded, and the sum of the parts they are exceeded by is what is minimised.
+        elastic: budgets may be exceeded, and the sum of the parts by which they are is minimised.
         """
         scale = np.where(self.is_time, 1 / self.unit_seconds, 1.0)
         others = self.others if elastic else self.others * np.isin(np.arange(NUM_OTHERS), TIMES)
@@ -181,7 +181,7 @@ class System:
         traffic, link = (each[1:] / max(float(each[0]), 1.0) for each in (self.numbers.ssd, self.numbers.link))
         traffic = traffic + LINK_PART * link
         saved = self.formulas.saved_columns - 1
-        traffic[saved] = np.maximum(traffic[saved], 0.0) + 1.0  # nothing is saved in vain
+        traffic[saved] = np.maximum(traffic[saved], 0.0) + 1.0  # nothing is saved without need
         prices = [*np.zeros(len(traffic) + 2), 1, 1, 1] if elastic else [*(TRAFFIC_PRICE * traffic), 1, 1, 0, 0, 0]
         bound = (self.limits - self.rows[:, 0]) * scale
         solved = _linear_program(len(bound), len(traffic))
@@ -194,12 +194,12 @@ class System:
 
     @property
     def computing(self) -> float:
-        """Seconds that the computation takes at least, which are the same for all alphas: updates are the CPU's."""
+        """The least seconds of the computation, which are the same for all alphas: updates run on the CPU."""
         return float(sum(self.least(self.numbers.seconds[phase, "compute"]) for phase in PHASES))
 
     def exceeded(self) -> tuple[Array, Array]:
-        """By which part each budget is exceeded, and multipliers of the rows: whatever the ratios, the parts are
-        together no less than their `lagrangian`.
+        """The part by which each budget is exceeded, and multipliers of the rows: for any ratios, the sum of the parts
+        is at least their `lagrangian`.
         """
         optimum = self.optimum(elastic=True)
         assert optimum is not None, "there is a point that exceeds the budgets by enough"
@@ -208,33 +208,33 @@ class System:
 
     @cached_property
     def beyond(self) -> Array:
-        """By how much each row but those of seconds exceeds its limit at least, whatever the ratios."""
+        """The least by which each row, except those of seconds, exceeds its limit, for any ratios."""
         return np.where(self.is_time, -np.inf, self.least(self.rows) - self.limits)
 
     def lagrangian(self, multipliers: Array) -> Array:
-        """Seconds that no ratios fall below, as an affine function of them for each row of `multipliers`.
+        """Lower bounds of the seconds, as an affine function of the ratios for each row of `multipliers`.
 
-        That is weak duality: for whatever multipliers, and so for those of another alpha or another n.
+        By weak duality they hold for any multipliers, also for those of another alpha or another n.
         """
         functions: Array = multipliers @ self.rows
         functions[:, 0] -= multipliers @ self.limits
         return functions
 
     def least(self, functions: Array) -> Array:
-        """The least value of affine functions `[..., 1 + ratios]` over all ratios, whatever they take."""
+        """The least value of affine functions `[..., 1 + ratios]` over all ratios within their bounds."""
         slopes = functions[..., 1:]
         least: Array = functions[..., 0] + np.minimum(slopes * self.lower, slopes * self.upper).sum(axis=-1)
         return least
 
     def _seconds_at(self, point: Array) -> float:
-        """t_f and t_b of a point together; what the wear budget asks to wait is waited in the backward."""
+        """t_f + t_b of a point; waits that the wear budget requires are in the backward."""
         forward, backward = (max(float(seconds @ point) for i, seconds in self.times if i == phase) for phase in TIMES)
         if (wear := self.budgets.wear_bytes_per_second) is not None:
             backward = max(backward, float(self.numbers.written @ point) / wear - forward)
         return forward + backward
 
     def _blocks(self, request: Request) -> Iterator[tuple[Array, Array, Array]]:
-        """Rows, limits, and what stands in the columns behind the ratios; first the times, then each tier's memory."""
+        """Rows, limits, and the entries of the columns after the ratios; first the times, then each tier's memory."""
         for i, seconds in self.times:
             yield _block(seconds, 0.0, i)
         for tier, alive in self.numbers.alive.items():
@@ -247,10 +247,10 @@ class System:
 
 @cache
 def _linear_program(num_rows: int, num_ratios: int) -> Callable[..., tuple[Array, Array] | None]:
-    """A linear program of so many rows and ratios, as a function of its numbers: prices, matrix and bound of the rows,
-    lower and upper bounds of the ratios; is_feasible: something fits. It gives the columns and what a larger bound of
-    each row brings; None where nothing fits. cvxpy compiles it once. No solution before is begun from: of equals, which
-    one comes out hangs on the numbers alone.
+    """A linear program of so many rows and ratios, as a function of its numbers: prices, matrix and bounds of the rows,
+    lower and upper bounds of the ratios; is_feasible: something is known to fit. It returns the columns and the rows'
+    multipliers; None if nothing fits. cvxpy compiles it once. There are no warm starts, so that the choice among equal
+    optima depends on the numbers alone.
     """
     import cvxpy
 
@@ -275,7 +275,7 @@ def _linear_program(num_rows: int, num_ratios: int) -> Callable[..., tuple[Array
 
 
 def _block(coefficients: Array, limit: float, *columns: int) -> tuple[Array, Array, Array]:
-    """``coefficients @ (1, ratios) <= limit +`` the sum of these columns behind the ratios."""
+    """``coefficients @ (1, ratios) <= limit +`` the sum of these columns after the ratios."""
     rows = np.atleast_2d(coefficients)
     others = np.zeros((len(rows), NUM_OTHERS))
     others[:, list(columns)] = -1.0
@@ -285,7 +285,7 @@ def _block(coefficients: Array, limit: float, *columns: int) -> tuple[Array, Arr
 def _times(
     phase: str, lanes: Mapping[tuple[str, str], Array], speeds: Mapping[tuple[str, str], float]
 ) -> Iterator[Array]:
-    """The seconds that a phase is no shorter than."""
+    """Lower bounds of a phase's seconds."""
     yield from (lanes[phase, lane] for lane in TIMED)
     for one, two in PAIRS:
         a, b = speeds.get((one, two), 1.0), speeds.get((two, one), 1.0)
@@ -294,7 +294,7 @@ def _times(
 
 
 def _pair(x: Array, y: Array, a: float, b: float) -> list[Array]:
-    """What two lanes that disturb each other take together."""
+    """The seconds that two lanes which disturb each other take together."""
     return [x + y] if a + b < 1 else [y + x * (1 - b) / a, x + y * (1 - a) / b]
 
 
@@ -316,7 +316,7 @@ def _bounds(formulas: Formulas, request: Request) -> tuple[Array, Array]:
 
 
 def _most_saved(formulas: Formulas, request: Request) -> Array:
-    """Upper bounds of what is saved, by stack, and by level and tier."""
+    """Upper bounds of the saved items, by stack, and by level and tier."""
     last = (formulas.workload.num_levels,)
     levels = last if request.saves_all else formulas.workload.worthwhile or last
     allowed = [
@@ -328,12 +328,14 @@ def _most_saved(formulas: Formulas, request: Request) -> Array:
 
 
 def _is_of_the_rest(formulas: Formulas, request: Request, name: str) -> bool:
-    """Whether a ratio is of those checkpoints that are left where it is not given how many items save activations."""
+    """Whether a given ratio is of the checkpoints that are left once the planner has chosen which items save
+    activations.
+    """
     return bool(formulas.saved) and name in ("checkpoint", "device_checkpoint") and request.ratios.activation is None
 
 
 def demands(formulas: Formulas, request: Request) -> Iterator[tuple[Array, float]]:
-    """Rows and limits of what is given: items that save activations, of those that can, and the inputs of others."""
+    """Rows and limits for what is given: how many items save activations, of those that can, and inputs of others."""
     saved, most = np.zeros(formulas.width), formulas.workload.savable(range(formulas.workload.num_layers))
     for stack, columns in enumerate(formulas.saved_columns):
         saved[columns] = part_of(stack, formulas.stacks)

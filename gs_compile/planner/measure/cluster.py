@@ -1,7 +1,7 @@
 """cluster: one rank's share of machines that train one model together.
 
-A ring over all ranks, which is how NCCL gathers and scatters, enters and leaves each node once, so it is as fast as the
-slower of two: the link between the GPUs of a node, and the network of a node. Its steps are hops of both kinds.
+A ring over all ranks, by which NCCL gathers and scatters, enters and leaves each node once. So it is as fast as the
+slower of the link between the GPUs of a node, and the network of a node. Its steps are hops of both kinds.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ NETWORK_HOP_SECONDS = 14e-6  # between nodes; NCCL's own estimate (hwLatencies o
 
 
 def of_one_rank(machine: Profile, gpus: int, nodes: int, network: str | float | None) -> Profile:
-    """What one of `gpus` ranks has of each of `nodes` machines like this one.
+    """One rank's share of `nodes` machines like this one, with `gpus` ranks on each.
 
     network: bytes a second that a node receives while it sends as many, or text such as "25GB/s".
 
-    Raises `PlanError` where it is not known how fast ranks exchange data.
+    Raises `PlanError` if it is not known how fast ranks exchange data.
     """
     between_nodes = None if network is None else _rate(network)
     ranks, rate = gpus * nodes, machine.net_bytes_per_second
@@ -48,7 +48,7 @@ def of_one_rank(machine: Profile, gpus: int, nodes: int, network: str | float | 
 
 
 def share_of(machine: Profile, ranks: int) -> Profile:
-    """What one of so many ranks of a machine has of it; a GPU, its memory and its link to the host are a rank's own."""
+    """The share of one of `ranks` ranks of a machine; each has a GPU, with its memory and its link, of its own."""
     part = machine.num_ranks / ranks
     names = ("host", "ssd", "update", *(() if machine.separate else ("memory",)))
     share: dict[str, Any] = {"num_ranks": ranks}

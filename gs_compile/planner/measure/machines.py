@@ -1,12 +1,12 @@
-"""machines: the profile of a machine: `shipped`, a file, or this machine, measured once and remembered.
+"""machines: the profile of a machine: `shipped`, from a file, or this machine's, measured once and remembered.
 
-What a drive or a processor gives does not change from day to day, so the figures of this machine are kept in the user's
-cache, in a file for each combination of processor, cores, memory, GPU, torch and the drives of the storage. What is
-free on them does change, and is looked up at every use.
+The rates of drives and processors do not change from day to day, so this machine's are kept in the user's cache, in a
+file for each combination of processor, cores, memory, GPU, torch and the drives of the storage. Free memory and storage
+do change, and are looked up at every use.
 
-Measuring takes the parts of the runtime that a step runs on. Where ranks share a machine, the profile is one rank's
-share of its host memory and its drives; the optimizer's rate is that of the rank's own threads. Pinned memory is not
-bounded by RLIMIT_MEMLOCK, which CUDA's driver does not ask.
+The probe uses the parts of the runtime that a step runs on. If ranks share a machine, the profile is one rank's share
+of its host memory and its drives; the optimizer's rate is that of the rank's own threads. RLIMIT_MEMLOCK does not limit
+pinned memory: CUDA's driver ignores it.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from gs_compile.runtime.threads import correct_thread_count
 log = logging.getLogger(__name__)
 
 CACHE = "machines"  # a folder beside the default storage
-CODE = ".code"  # a file beside a machine's figures, which goes when these are measured again
-MEASURING = 5  # counts the ways in which the probe has measured: what an older one found is measured again
+CODE = ".code"  # a file beside a machine's figures, which is removed when these are measured again
+MEASURING = 5  # the version of the probe: the figures of older ones are measured again
 SECONDS = 6.0
-DRIVE_SHARE = 0.5  # of the time: nothing varies as drives do
+DRIVE_SHARE = 0.5  # of the time of measuring, for drives: their rates vary most
 LINK_SHARE = 0.1
 DAY = "%Y-%m-%d"
-BUSY_SHARE = 0.5  # of the cores: with as much other work, figures are not the machine's
-# Of what is free of each tier. On a device the rest goes to fragments and libraries.
+BUSY_SHARE = 0.5  # of the cores: with this much other work, figures are not the machine's own
+# The usable part of what is free on each tier. On a device the rest goes to fragmentation and libraries.
 SHARES = {"host_nbytes": DEFAULT_SHARE, "ssd_nbytes": 1.0, "device_nbytes": 0.9}
 
 
 class Where(NamedTuple):
-    """The device that a model is on, and the bytes of its parameters there, which leave it before the first step."""
+    """The device that a model is on, and the bytes of its parameters, which leave the device before the first step."""
 
     device: torch.device
     leaving_nbytes: int = 0
@@ -69,14 +69,14 @@ def profile(
 ) -> Profile:
     """The profile of `machine`: a name (see `shipped.known`), the path of a file, or a profile; None: this machine.
 
-    `storage` is the directory, or directories, that this machine's figures are of; None: the default. The environment
-    variable GREEDYSNAKE_MACHINE, a name or a path, takes the place of None. `refresh` measures this machine again,
+    `storage` is the directory, or directories, whose drives this machine's figures include; None: the default. The
+    environment variable GREEDYSNAKE_MACHINE, a name or a path, replaces None. `refresh` measures this machine again,
     whatever is remembered or set. The first measurement takes some ten seconds. Raises `ProfileError` for a name or
-    file that is none, and the store's errors where the storage cannot be used.
+    file that is not a machine's, and the store's errors if the storage cannot be used.
 
-    ranks: all of them call it, and get the same figures: those of the first rank's machine, the least memory that any
-        has, and the network between them, which is measured where the profile does not say.
-    where: the model that it is asked for; None: none, and it is of the default device.
+    ranks: all of them call this, and get the same figures: those of the first rank's machine, the least memory that any
+        has, and the network between them, which is measured unless the profile has it.
+    where: the device of a model; None: the default device, without a model.
     """
     where = where or Where(default_device())
     machine = machine if refresh else named(machine)
@@ -91,9 +91,10 @@ def profile(
 
 
 def remembered(storage: Sequence[Path], total: int = 1, device: torch.device | None = None) -> Path:
-    """The file that keeps this machine's figures with these directories and ranks, once it is measured.
+    """The file of this machine's figures with these directories and ranks, once it is measured.
 
-    One of its own while the machine is busy and was never measured idle: the next time that it is idle, it is measured.
+    While the machine is busy and was never measured idle, it is another file: so the machine is measured once more when
+    it is idle.
     """
     name = _fingerprint(storage, total, device or default_device())
     path = default_storage() / CACHE / f"{name}.json"
@@ -103,8 +104,8 @@ def remembered(storage: Sequence[Path], total: int = 1, device: torch.device | N
 def code_file(
     machine: str | Path | Profile | None, storage: Sequence[Path], total: int, device: torch.device
 ) -> Path | None:
-    """The file that keeps the seconds of code that was timed on this machine, beside its figures; None: these are in
-    no file of the user's.
+    """The file of the seconds of code that was timed on this machine, beside its figures; None: these are in no file of
+    the user's.
     """
     given = named(machine)
     figures = remembered(storage, total, device) if given is None else file_of(given)
@@ -112,7 +113,7 @@ def code_file(
 
 
 def forget_code(figures: Path) -> None:
-    """Remove the seconds of code beside a file of figures, which are others now. Raises OSError where that fails."""
+    """Remove the seconds of code beside a file of figures that have changed. Raises OSError if that fails."""
     _beside(figures).unlink(missing_ok=True)
 
 
@@ -127,10 +128,10 @@ def _beside(figures: Path) -> Path:
 def probe(storage: Sequence[Path], *, seconds: float = SECONDS, device: torch.device | None = None) -> Profile:
     """The profile of this machine, with these directories as its SSD tier; takes little more than `seconds`.
 
-    Raises the store's errors where the storage cannot be used (another run has it, nobody may write it), and leaves
-    nothing there. Other work on the machine lowers what is measured: the log warns of it, and the sources say how much
-    there was. A rate that no short measurement finds, such as what a drive writes once its cache is full, can be
-    written into the profile's file.
+    Raises the store's errors if the storage cannot be used (another run uses it, it is read-only), and leaves nothing
+    there. Other work on the machine lowers the figures: the log warns of it, and the sources say how much there was.
+    Rates that no short measurement finds, such as what a drive writes once its cache is full, can be edited in the
+    profile's file.
     """
     device = device or default_device()
     load = os.getloadavg()[0]
@@ -153,19 +154,19 @@ def probe(storage: Sequence[Path], *, seconds: float = SECONDS, device: torch.de
 
 
 def _is_busy() -> bool:
-    """Whether this machine had so much to do in the last minute that figures are not its own."""
+    """Whether this machine had so much other work in the last minute that figures would not be its own."""
     return os.getloadavg()[0] > BUSY_SHARE * usable_cores()
 
 
 def _rates_and_sources(figures: Mapping[str, Figure], load: float) -> tuple[dict[str, Any], dict[str, str]]:
-    """What was measured today, and how, by the profile's names."""
+    """The rates, and how they were measured, by the profile's names."""
     measured = f"measured {time.strftime(DAY)} at load {load:.1f}"
     sources = {name: f"{measured}, {figure.how}" for name, figure in figures.items()}
     return {name: figure.value for name, figure in figures.items()}, sources
 
 
 def free_nbytes(storage: Sequence[Path], where: Where) -> dict[str, int]:
-    """The bytes that one rank may use of each tier, by the profile's names: what is free now, and what will leave."""
+    """The bytes that one rank may use of each tier, by the profile's names: what is free now, or will be."""
     device, leaving_nbytes = where
     ranks = num_ranks()
     free = {"host_nbytes": available_memory() / ranks, "ssd_nbytes": room_nbytes(storage) / ranks}
@@ -175,7 +176,7 @@ def free_nbytes(storage: Sequence[Path], where: Where) -> dict[str, int]:
 
 
 def _of_all(ranks: Ranks, alone: Callable[[], Profile], where: Where, storage: tuple[Path, ...]) -> Profile:
-    """What all ranks plan with. storage: of this machine's figures; none: they are of another."""
+    """The profile for all ranks. storage: of this machine's figures; (): the profile is another machine's."""
     path = remembered(storage, ranks.total, where.device)
     found = ranks.from_first("the machine's figures", alone)
     now: dict[str, Any] = free_nbytes(storage, where) if storage else {}
@@ -233,7 +234,7 @@ def _fingerprint(storage: Sequence[Path], total: int, device: torch.device) -> s
 
 
 def write_whole(path: Path, text: str) -> None:
-    """All of a file, or none of it: other processes read it at any time."""
+    """Write a file atomically: other processes may read it at any time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}")
     try:

@@ -1,4 +1,4 @@
-"""probe: what processors, the link between them and the network give: products, updates, passes, copies, collectives.
+"""probe: the rates of processors, of their link and of the network: products, updates, passes, copies, collectives.
 
 [1] AdamW on a cpu lane, with the threads a run gives it
 [2] the three matrix products of a linear layer, on the thread that asks: forward, and backward for input and weight
@@ -30,13 +30,13 @@ NUM_ELEMENTS = 16 << 20  # of [1]: 256 MiB, more than caches hold
 HOST_SIZES = 256, 1024  # of [2]: tokens of a micro-batch, and a model's hidden size
 DEVICE_SIZES = 4096, 4096  # the same on a device with memory of its own
 FEW_ROWS = 16
-TOO_SLOW = 25  # times slower than fp32: the processor has no instructions for the dtype, and whole pieces take seconds
+TOO_SLOW = 25  # times slower than fp32: the processor has no instructions for the dtype; whole products take seconds
 COPY_NBYTES = 64 << 20  # of [3]: as large as a request to the drives
 NETWORK_NBYTES = 64 << 20  # of [4], of all ranks together: as large as a layer's piece
-NETWORK_ROUNDS = 5  # of so many: waiting for time to pass, ranks would not agree on the last one
+NETWORK_ROUNDS = 5  # a fixed number: by elapsed time, ranks would not agree on the last one
 NUM_HOPS = 20
 NUM_OPS = 512
-OP_COST = 24  # bare ones: what memory, tickets, bookkeeping and the lanes' threads make of an operation, by traces
+OP_COST = 24  # bare hand-overs: the cost of an operation with memory, tickets and bookkeeping, by traces
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FP32 = Types(torch.float32, (torch.float32,) * len(ADAMW.states))
 HYPER = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -85,7 +85,7 @@ def link_rates(device: torch.device, seconds: float) -> dict[str, Figure]:
 
 
 def network_rates(ranks: Ranks, device: torch.device) -> dict[str, Figure]:  # [4]
-    """The profile's figures of the network between the ranks, which all of them call, each with memory on `device`."""
+    """The profile's figures of the network between ranks. All of them call this, each with memory on `device`."""
     numel = max(1, NETWORK_NBYTES // 4 // ranks.number)
     shard, whole = (torch.zeros(times * numel, device=device) for times in (1, ranks.number))
     own = device_of(device)
@@ -115,7 +115,7 @@ def network_rates(ranks: Ranks, device: torch.device) -> dict[str, Figure]:  # [
 
 
 def products_on(device: torch.device, dtype: torch.dtype = torch.float32, rows: int | None = None) -> Work:  # [2]
-    """Computation as that of a layer, with as many rows as it has tokens or with fewer."""
+    """The computation of a layer, with a row for each token, or with fewer rows."""
     tokens, width = _sizes(device)
     rows = rows or tokens
     generator = own_generator(device)
@@ -138,7 +138,7 @@ def _sizes(device: torch.device) -> tuple[int, int]:
 
 
 def _matmul_rates(device: torch.device, seconds: float) -> Figure:
-    """The rate of products by dtype: whole ones, or with few rows where those show a slow dtype."""
+    """The rate of products by dtype; if a few rows show that a dtype is slow, by these."""
     rates: dict[str, float] = {}
     works: dict[str, Work] = {}
     for name, dtype in DTYPES.items():
@@ -155,7 +155,7 @@ def _matmul_rates(device: torch.device, seconds: float) -> Figure:
 
 
 def conversion_nbytes(num_threads: int, update_bytes_per_second: float) -> float:
-    """The bytes that an update passes over in the time in which it converts an element's two moments of bfloat16."""
+    """The bytes that an update could move in the time in which it converts an element's two moments of bfloat16."""
     numel, moments = NUM_ELEMENTS // 8, moment_types(torch.bfloat16, ADAMW.states)
     with closing(new_lane("cpu", num_threads=num_threads)) as cpu:
         work: Load = {cpu: _update(numel, types_of(torch.float32, moments, pairs=False))}
@@ -166,7 +166,7 @@ def conversion_nbytes(num_threads: int, update_bytes_per_second: float) -> float
 
 
 def _update(numel: int, types: Types = FP32) -> Work:  # [1]
-    """AdamW in memory that is mapped as a run's: with small pages an update takes twice as long."""
+    """AdamW in memory that is mapped as in a run: with small pages an update takes twice as long."""
     generator = own_generator()
     master, gradient = (map_memory(4 * numel).view(torch.float32).normal_(generator=generator) for _ in range(2))
     state = types.components(map_memory(int(numel * types.state_itemsize)).zero_(), 0, numel)
@@ -192,7 +192,7 @@ def _pass(device: torch.device) -> Work:
 
 
 def _handing_over(lane: Lane) -> Work:
-    """Trivial operations: what a run pays for each, beside its work."""
+    """Trivial operations: the overhead of an operation."""
 
     def hand_over() -> float:
         for ticket in [lane.submit("probe", int) for _ in range(NUM_OPS)]:

@@ -1,4 +1,4 @@
-"""probe_drive: what the drives of a run give, through the store and by requests such as a run makes.
+"""probe_drive: the rates of a run's drives, through the store and by requests such as a run makes.
 
     ssd_read     one request of a unit's size after the other, each cut into blocks that are in flight together
     ssd_write    the same; beside the first lane, or alone
@@ -31,9 +31,9 @@ from gs_compile.runtime.storage.movers import Transfer
 from gs_compile.runtime.storage.store import Extent, Store
 from gs_compile.runtime.stream import Device
 
-REQUEST_NBYTES = 64 << 20  # as large as a small layer's part: many blocks, and short beside a round
+REQUEST_NBYTES = 64 << 20  # as large as a small layer's part: many blocks, but much shorter than a round
 NUM_REQUESTS = 8  # of each direction: half a gigabyte each
-SMALL_FILE_SHARE = 0.25  # of what is free, where that is less
+SMALL_FILE_SHARE = 0.25  # of the free bytes: requests take no more than this
 NUM_ROUNDS = 5
 NUM_LATENCIES = 24
 SMALL_NBYTES = 4 << 20  # of a request that is too short for the rate: its blocks fill no queue for long
@@ -47,7 +47,7 @@ def drive_rates(
     `products` is computation on the thread that asks, whose speed beside transfers is measured too. Memory is mapped as
     for a run on `device`: huge pages are read into faster than small ones (benchmarks/ssd.py --pages).
 
-    Takes about `seconds`, longer where one request does. Raises the store's errors: a directory that cannot be written,
+    Takes about `seconds`, longer if one request does. Raises the store's errors: a directory that cannot be written,
     that another run uses, that is full. Leaves nothing behind.
     """
     begin = time.perf_counter()
@@ -70,7 +70,7 @@ def drive_rates(
 def _lane_rates(works: tuple[Work, Work], products: Work, seconds: float, how: str) -> dict[str, Figure]:
     """Reads and writes: each alone, beside each other, and beside `products`.
 
-    Products alone come after reads: for some time after writes, a machine's host may still work on them.
+    Products alone are timed after reads: after writes, a virtual machine's host may still work on these for some time.
     """
     with closing(new_lane("ssd_read")) as reader, closing(new_lane("ssd_write")) as writer:
         by_lane: dict[Lane | None, Work] = {reader: works[0], writer: works[1], None: products}
@@ -92,8 +92,8 @@ def _lane_rates(works: tuple[Work, Work], products: Work, seconds: float, how: s
 
 
 def room_nbytes(storage: Sequence[Path]) -> int:
-    """The bytes that extents over all directories may take (`Store.reserve`). Directories of one filesystem share its
-    room. Raises StorageError, as the store does, for one that is a file.
+    """The bytes that extents over all directories may take (`Store.reserve`). Directories of one file system share its
+    room. Raises StorageError, as the store does, for a directory that is a file.
     """
     places = [existing(directory) for directory in storage]
     for place in itertools.filterfalse(Path.is_dir, places):
@@ -103,9 +103,9 @@ def room_nbytes(storage: Sequence[Path]) -> int:
 
 
 def existing(directory: Path) -> Path:
-    """The directory, or the nearest above it that is there: what it is made in."""
+    """The directory, or the nearest one above it that exists, in which it will be made."""
     place = directory.absolute()
-    while not os.access(place, os.F_OK):  # or cannot be seen: the store raises the error then
+    while not os.access(place, os.F_OK):  # or is not accessible: then the store raises the error
         place = place.parent
     return place
 
@@ -118,12 +118,12 @@ def _made_directories_removed(storage: Sequence[Path]) -> Iterator[None]:
         yield
     finally:
         for path in sorted(missing, key=lambda path: -len(path.parts)):
-            with suppress(OSError):  # two directories had it in common, or it was never made, or someone moved in
+            with suppress(OSError):  # two directories share it, or it was not made, or it is not empty
                 path.rmdir()
 
 
 def _request_nbytes(storage: Sequence[Path]) -> int:
-    """Bytes of a request: as many as of a run's, or what leaves most of a small filesystem free."""
+    """The bytes of a request: as many as in a run, or fewer, so that most of a small file system stays free."""
     room = room_nbytes(storage)
     nbytes = min(REQUEST_NBYTES, int(room * SMALL_FILE_SHARE) // (2 * NUM_REQUESTS)) // PAGE * PAGE
     if nbytes < PAGE:

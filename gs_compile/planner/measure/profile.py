@@ -1,4 +1,4 @@
-"""profile: what a machine can do, in numbers; measured once, or declared in a file that gives each number its source.
+"""profile: the figures of a machine, measured once, or declared in a file with a source for each number.
 
 A profile is a small JSON file that people may write:
 
@@ -23,8 +23,8 @@ from typing import Any, Literal
 from gs_compile.errors import ProfileError
 from gs_compile.program.ir import TIERS
 
-FORMAT = 1  # of the file; a newer one is refused, not guessed at
-DTYPES = ("fp32", "bf16", "fp16")  # those a matrix rate can be given for
+FORMAT = 1  # of the file; a newer one is refused
+DTYPES = ("fp32", "bf16", "fp16")  # those with a matrix rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,12 +102,12 @@ class Profile:
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        """Where a step's data can be: without a device of its own, the host is both."""
+        """The tiers of a step's data. Without memory of its own, the device's is the host's."""
         return TIERS if self.separate else TIERS[1:]
 
     def speeds(self) -> dict[tuple[str, str], float]:
-        """How fast the first lane runs while the second does, as a fraction of alone; pairs that are not here do not
-        disturb each other.
+        """The speed of the first lane while the second runs, as a fraction of its speed alone; pairs that are missing
+        do not disturb each other.
         """
         speeds: dict[tuple[str, str], float] = {}
         for lane, other in (*permutations(("ssd_read", "ssd_write")), *permutations(("h2d", "d2h"))):
@@ -118,17 +118,17 @@ class Profile:
         for transfer in ("read", "write"):
             speeds["compute", f"ssd_{transfer}"] = getattr(self, f"compute_{transfer}_speed")
             speeds[f"ssd_{transfer}", "compute"] = getattr(self, f"{transfer}_compute_speed")
-        if not self.separate:  # a copy takes the memory, and a core, that the computation has
+        if not self.separate:  # a copy takes bandwidth and a core from the computation
             speeds["compute", "d2h"] = speeds["d2h", "compute"] = 0.5
         return {pair: speed for pair, speed in speeds.items() if speed < 1}
 
     def transfer_rate(self, lane: str) -> float:
-        """Bytes a second of a transfer lane alone; within one memory a copy reads and writes at that one's rate."""
+        """Bytes a second of a transfer lane alone; within one memory, a copy reads and writes at the memory's rate."""
         rate: float = getattr(self, f"{lane}_bytes_per_second")
         return self.memory_bytes_per_second / 2 if math.isinf(rate) else rate
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; rates without a bound are left out."""
+        """The profile for JSON; infinite rates are left out."""
         values = {k: v for k, v in asdict(self).items() if not (isinstance(v, float) and math.isinf(v))}
         if "net_bytes_per_second" not in values:
             del values["net_hop_seconds"]
@@ -136,7 +136,7 @@ class Profile:
 
     @property
     def text(self) -> str:
-        """A file's, for `load`."""
+        """The text of a file, for `load`."""
         return json.dumps(self.as_dict(), indent=1) + "\n"
 
     def save(self, path: str | Path) -> None:
@@ -144,7 +144,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """The profile in a file; raises `ProfileError` where it is not one, or is of a newer format."""
+        """The profile in a file; raises `ProfileError` if it is not a profile, or has a newer format."""
         try:
             values = json.loads(Path(path).read_bytes())
         except (OSError, ValueError, RecursionError) as error:

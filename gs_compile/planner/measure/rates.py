@@ -1,7 +1,7 @@
-"""rates: how fast pieces of work get done, alone and beside one another, as medians of short rounds.
+"""rates: how fast pieces of work are done, alone and in parallel, as medians of short rounds.
 
-A piece of work is a call that returns when it is done and says how much it was: bytes, elements, floating-point
-operations. Each kind of work has a lane, as in a run; work on the lane None is done by the thread that asks.
+A piece of work is a call that returns its amount when it is done: bytes, elements, or floating-point operations. Each
+kind of work has a lane, as in a run; work on the lane None runs on the calling thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gs_compile.runtime.lanes import Failure, Lane
 from gs_compile.runtime.trace import Trace
 
 Work: TypeAlias = Callable[[], float]
-Load: TypeAlias = Mapping[Lane | None, Work]  # what goes on side by side
+Load: TypeAlias = Mapping[Lane | None, Work]  # work that runs in parallel
 Rates: TypeAlias = dict[Lane | None, float]  # amounts a second
 
 OVERRUN_SECONDS = 0.5
@@ -34,25 +34,25 @@ class Figure(NamedTuple):
 
 
 def pair(name: str, alone: float, both: float, how: str) -> dict[str, Figure]:
-    """The entries of a lane's rate, alone and beside another; nothing is faster beside another."""
+    """The entries of a lane's rate, alone and beside another lane; the second is at most the first."""
     return {name: Figure(alone, how), MIXED[name]: Figure(min(both, alone), how)}
 
 
 def own_generator(device: torch.device | None = None) -> torch.Generator:
-    """Of random numbers: a run draws the same ones of torch's whether the machine is measured in it or was before."""
+    """A generator of random numbers, so that a run draws the same numbers from torch's, whether it measures or not."""
     return torch.Generator(device or "cpu").manual_seed(0)
 
 
 def new_lane(name: str, **settings: Any) -> Lane:
-    """A lane of its own, as a run has it."""
+    """A new lane, as in a run."""
     return Lane(name, Failure(), Trace(), **({"num_threads": 1} | settings))
 
 
 def medians(loads: Sequence[Load], seconds: float, num_rounds: int) -> list[Rates]:
     """The rate of every work of every load.
 
-    Rounds go through all loads in turn, so that what else the machine does meets all of them alike; together they take
-    about `seconds`. Where single pieces take longer than a round may, there are fewer rounds.
+    Rounds go through all loads in turn, so that other work of the machine disturbs all of them equally; together they
+    take about `seconds`. If single pieces take longer than a round should, there are fewer rounds.
     """
     begin = time.perf_counter()
     share = seconds / (num_rounds * len(loads))
@@ -66,9 +66,9 @@ def medians(loads: Sequence[Load], seconds: float, num_rounds: int) -> list[Rate
 
 
 def at_once(load: Load, seconds: float) -> Rates:
-    """The rate of each work while all of them go on, piece after piece, for that long; at least one piece of each.
+    """The rate of each work while all of them run, piece after piece, for that long; at least one piece of each.
 
-    A lane goes on until the asking thread is done with its last piece: none of its pieces is without company.
+    A lane goes on until the calling thread is done with its last piece, so that none of these runs alone.
     """
     rates: Rates = {}
     deadline, is_over = time.perf_counter() + seconds, threading.Event()

@@ -1,4 +1,4 @@
-"""shipped: the profile of a machine that ships, or that is in a file; of this machine, `machines`.
+"""shipped: the profile of a machine that ships with this package, or is in a file. (This machine's: `machines`.)
 
 Nothing heavy is imported, so that a plan for another machine needs no torch.
 """
@@ -18,7 +18,7 @@ ENVIRONMENT = "GREEDYSNAKE_MACHINE"
 
 
 def named(machine: str | Path | Profile | None) -> str | Path | Profile | None:
-    """What names the machine, the environment where nothing else does; None: it is this one, to be measured."""
+    """The machine that is given, or else the one that the environment names; None: this one, to be measured."""
     return os.environ.get(ENVIRONMENT) or None if machine is None else machine
 
 
@@ -28,15 +28,15 @@ def known() -> tuple[str, ...]:
 
 
 def load(machine: str | Path | Profile) -> Profile:
-    """The profile of a name (see `known`), or in a file; one that is given is itself.
+    """The profile of a name (see `known`) or of a file; a profile is returned as it is.
 
-    Raises `ProfileError` for a name or file that is none.
+    Raises `ProfileError` for a name or file that is not a profile's.
     """
     return machine if isinstance(machine, Profile) else Profile.load(_path(machine))
 
 
 def file_of(machine: str | Path | Profile) -> Path | None:
-    """The file of the user's that a machine is in; None: it ships, or is a profile itself, or there is none."""
+    """The user's file that a machine is in; None: it ships, or is a profile, or there is no such file."""
     if isinstance(machine, Profile):
         return None
     path = Path(machine).expanduser()
@@ -44,7 +44,7 @@ def file_of(machine: str | Path | Profile) -> Path | None:
 
 
 def _path(machine: str | Path) -> Path:
-    """The file of a name, with or without its ending, or of a path."""
+    """The file of a name, with or without its suffix, or of a path."""
     if (found := file_of(machine)) is not None:
         return found
     path = Path(machine).expanduser()

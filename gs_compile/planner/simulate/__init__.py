@@ -1,1 +1,1 @@
-"""A step's times before it runs, by the executor's own rule."""
+"""The times of a step before it runs, by the same rule by which the executor issues it."""

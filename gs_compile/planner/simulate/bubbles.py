@@ -1,7 +1,7 @@
-"""bubbles: why the computation stood still, and the chain of waits behind any operation.
+"""bubbles: why the computation stood still, and the chain of waits that led to any operation.
 
-What an operation waited for is whoever was done last: an operation whose value it reads, the one before it on its lane,
-or the issue loop. Whoever that is has waited too, and so on back: each link is blamed for its own time.
+An operation waited for whatever was done last: an operation whose value it reads, the one before it on its lane, or the
+issue loop. That one has waited, too, and so on: each link of the chain is blamed for its own time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Chains:
         self.times = times
 
     def cause(self, index: int) -> int:
-        """The operation that let this one start, or ISSUE where it started as soon as it was issued."""
+        """The operation that let this one start, or ISSUE if it started as soon as it was issued."""
         stopped = self.times.stopped
         found, latest = ISSUE, self.times.issued[index]
         for each in (self.order.previous[index], *self.order.after[index]):
@@ -70,8 +70,8 @@ class Chains:
 def bubbles(chains: Chains, since: float, until: float) -> dict[str, float]:
     """Seconds by cause in which nothing computes from `since` to `until`, when the last program runs.
 
-    "fill" is before its first computation, "turn" before the first of its backward; "issue" the issue loop's own time.
-    Any other is a lane, and what it moved while the computation waited for that, directly or through others.
+    "fill" is before its first computation, "turn" before the first of its backward; "issue" is the issue loop's time.
+    Any other cause is a lane and what it moved while the computation waited for it, directly or indirectly.
     """
     order, times = chains.order, chains.times
     by_cause: dict[str, float] = defaultdict(float)

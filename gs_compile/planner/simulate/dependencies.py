@@ -1,10 +1,10 @@
-"""dependencies: which operations each operation waits for, read off the programs before anything has a time.
+"""dependencies: which operations each operation waits for: it follows from the programs, without any times.
 
 This is the executor's bookkeeping with numbers in place of tickets. An operation that reads a value waits for the
-operation that made it; one that changes a value in place also for all that use it (`placement.users`); one that writes
-a new value into host memory also for those who use what the plan had there before. What comes to the device waits for
-the computation before, which has used memory there. Memory verbs pass on what they would wait for; the one that copies
-a checkpoint waits itself. As a lane is first-in-first-out, its last operation stands for all before it.
+operation that made it. One that changes a value in place also waits for all that use it (`placement.users`). One that
+writes a new value into host memory also waits for the users of what the plan had there before. What comes to the device
+waits for the computation before, which has used memory there. Memory verbs pass on what they would wait for; the one
+that copies a checkpoint waits itself. A lane is first-in-first-out, so its last operation stands for all before it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gs_compile.placement.ranges import Range, Ranges, range_of
 from gs_compile.placement.users import Users
 from gs_compile.program.ir import LANES, Op, Program, Value
 
-MEMORY = -1  # the lane of what happens in the issue loop itself
+MEMORY = -1  # the lane of operations that the issue loop itself runs
 COMPUTE = LANES.index("compute")
 BEHIND_COMPUTE = frozenset(map(LANES.index, ("h2d", "net")))  # lanes that write memory of the device
 LANE = {"memory": MEMORY} | {name: place for place, name in enumerate(LANES)}
@@ -28,7 +28,7 @@ LANE = {"memory": MEMORY} | {name: place for place, name in enumerate(LANES)}
 class NumberedOp(NamedTuple):
     """An operation with numbers for its values. `lane` is a place in LANES, or MEMORY.
 
-    begins: where its results are in host memory, and whether that is memory which none of its reads is in.
+    begins: where its results are in host memory; True: none of its reads is in the same memory.
     ends: of a `free`, where its value was.
     """
 
@@ -48,15 +48,13 @@ class Dependencies(NamedTuple):
     starts: list[int]  # the first operation of each program
     lanes: list[int]
     after: list[Sequence[int]]  # the operations of other lanes that each waits for
-    users: list[Sequence[int]]  # who may still use the value that a `free` ends, or what was where results begin
+    users: list[Sequence[int]]  # of the value that a `free` ends, or of what was in the memory of new results before
     previous: list[int]  # the operation before on the same lane
     computed: list[int]  # the computation before, on whatever lane an operation is
 
 
 def dependencies(programs: Sequence[Program], placement: Placement) -> Dependencies:
-    """The dependencies of `programs`, each going on with what the one before has left; those in host memory, where the
-    programs have offsets there.
-    """
+    """The dependencies of consecutive `programs`; also those by shared host memory, if the programs have offsets."""
     found = Dependencies([], [], [], [], [], [], [])
     numbers: dict[Value, int] = {}
     rows: dict[int, list[NumberedOp]] = {}
@@ -101,7 +99,7 @@ def _rows(program: Program, numbers: dict[Value, int], slots: Slots | None) -> l
 
 
 class _Waits:
-    """Who waits for whom so far: of those who use a value, the last of each lane stands for all."""
+    """Who waits for whom so far; of the users of a value, the last on each lane stands for all."""
 
     def __init__(self, lanes: list[int]) -> None:
         self.lanes = lanes
@@ -109,14 +107,14 @@ class _Waits:
         self.memory: Ranges[int] = Ranges()
 
     def begin(self, row: NumberedOp) -> Sequence[int]:
-        """Note an operation, and give those who use what was in the memory of its results before."""
+        """Note an operation, and return the users of what was in the memory of its results before."""
         if not row.begins:
             return ()
         users = [user for where, is_new in row.begins for user in self.memory.begin(where) if is_new]
         return self._latest(users)
 
     def enter(self, index: int, row: NumberedOp, former: Sequence[int]) -> Sequence[int]:
-        """Enter an operation; the operations of other lanes that it waits for."""
+        """Enter an operation, and return the operations of other lanes that it waits for."""
         if row.lane == MEMORY:
             return self._remember(row, former)
         lanes, own, values = self.lanes, row.lane, self.values
@@ -132,14 +130,14 @@ class _Waits:
         ready = self._latest([*former, *self.values.awaited(row.reads, ())])
         for value in row.results:
             self.values.define(value, ready)
-        if row.changes:  # places are exchanged: whoever comes for either waits for those who work on any of them
+        if row.changes:  # values are exchanged: later users of any of them wait for the users of all
             every = self._latest([*ready, *self.values.awaited((), row.changes)])
             for value in row.changes:
                 self.values.define(value, every)
         return held
 
     def free(self, row: NumberedOp) -> Sequence[int]:
-        """The operations that have to be done with a value that ends."""
+        """The operations that may still use a value that ends."""
         (value,) = row.reads
         users = self.values.free(value)
         if row.ends is not None:
@@ -147,7 +145,7 @@ class _Waits:
         return users
 
     def _latest(self, indices: Sequence[int]) -> Sequence[int]:
-        """The last of each lane."""
+        """The last operation of each lane."""
         if len(indices) < 2:
             return indices
         by_lane: dict[int, int] = {}

@@ -1,7 +1,7 @@
 """event_loop: when each operation is issued, starts and stops, under the rule of the lanes (`simulator` states it).
 
-Lanes are fluid: each works off the seconds of its operation at a rate, which changes when another lane starts or stops.
-Time goes from event to event: an operation is over, or the issue loop has come to the next one.
+Each lane works off the seconds of its operation at a rate, which changes when another lane starts or stops. Time goes
+from event to event: an operation ends, or the issue loop comes to the next one.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from gs_compile.program.ir import LANES, Program
 
 
 class Times(NamedTuple):
-    """Of each operation, in seconds from the start of the first program; a memory verb starts as it is issued."""
+    """The times of each operation, in seconds from the start of the first program; memory verbs start when issued."""
 
     issued: list[float]
     started: list[float]
     stopped: list[float]
     holders: list[int]  # the operation that held the issue loop last before each was issued; -1 without one
-    released: list[float]  # when that was: at the stop of the holder, or at its start
+    released: list[float]  # when it let go of it: at its stop, or at its start
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaneRule:
-    """How a machine carries out programs.
+    """How a machine runs programs.
 
-    speeds: how fast the first lane runs while the second does, as a fraction of alone. Beside several lanes, speeds of
-        a transfer or an update multiply; computation, which has most of the threads, runs as beside the slowest.
-    inline: the issue loop computes itself.
-    op_seconds: what issuing an operation costs the issue loop.
+    speeds: the first lane's speed while the second runs, as a fraction of its speed alone. With several lanes, speeds of
+        a transfer or an update multiply; computation, which has most of the threads, has its lowest.
+    inline: the issue loop itself computes.
+    op_seconds: the time that the issue loop takes to issue an operation.
     """
 
     speeds: Mapping[tuple[str, str], float] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class LaneRule:
 
 
 class EventLoop:
-    """Carries out all operations; `seconds`: what each takes alone."""
+    """Runs all operations; `seconds`: of each alone."""
 
     def __init__(
         self, order: Dependencies, seconds: Sequence[float], rule: LaneRule, programs: Sequence[Program]
@@ -53,25 +53,25 @@ class EventLoop:
         self.order = order
         self.seconds = seconds
         self.rule = rule
-        self.coming = deque(zip(order.starts, programs, strict=True))  # programs that are not begun yet
-        self.start = 0  # of the program that is issued
-        self.device: DeviceMemory[int] | None = None  # that it has, where that is bounded
-        self.ended: list[tuple[int, Sequence[int]]] = []  # what is still in use on the device
-        self.awaited: Sequence[int] = ()  # whom the issue loop waits for, for room on the device
+        self.coming = deque(zip(order.starts, programs, strict=True))  # programs that have not begun
+        self.start = 0  # of the current program
+        self.device: DeviceMemory[int] | None = None  # of the current program, if it is bounded
+        self.ended: list[tuple[int, Sequence[int]]] = []  # ended values that are still in use on the device
+        self.awaited: Sequence[int] = ()  # operations that the issue loop waits for, until the device has room
         self.times = Times([0.0] * number, [math.inf] * number, [math.inf] * number, [-1] * number, [0.0] * number)
         self.now = 0.0
-        self.at = 0  # what is issued next
-        self.free_from = 0.0  # when the issue loop was free to go on
+        self.at = 0  # the operation that is issued next
+        self.free_from = 0.0  # the time from which on the issue loop was free
         self.holder, self.released_at = -1, 0.0  # the operation that held it last, and until when
         self.queues: list[deque[int]] = [deque() for _ in LANES]
         self.active = [-1] * len(LANES)
-        self.ends = [math.inf] * len(LANES)  # at the rates of now
+        self.ends = [math.inf] * len(LANES)  # at the current rates
         self.rates = [1.0] * len(LANES)
-        self.shared = 0  # the lanes that work side by side at these rates, a bit each
+        self.shared = 0  # the lanes that run in parallel at these rates, a bit for each
         self.rates_of = cache(self._rates_of)
 
     def run(self) -> Times:
-        """When everything happens."""
+        """The times of all operations."""
         ends, active, stopped = self.ends, self.active, self.times.stopped
         while True:
             coming = self._issue()
@@ -93,7 +93,7 @@ class EventLoop:
     # The issue loop ---------------------------------------------------------------------------------------------------
 
     def _issue(self) -> float:
-        """Issue what can be issued by now; when the next one can be, if only time is missing."""
+        """Issue what can be issued now. Returns when the next one can be, if it only has to wait for a time."""
         lanes, computed, after, inline = self.order.lanes, self.order.computed, self.order.after, self.rule.inline
         stopped, released = self.times.stopped, self.times.stopped if inline else self.times.started
         while self.at < len(lanes):
@@ -124,12 +124,12 @@ class EventLoop:
         return math.inf
 
     def _begin(self, start: int, program: Program) -> None:
-        """Go on with the next program, whose first operation has the index `start`."""
+        """Begin the next program, whose first operation has the index `start`."""
         self.start = start
         self.device = program.device and DeviceMemory(program.device, self._has_left, self.ended)
 
     def _has_room(self, index: int) -> bool:
-        """Whether there is room on the device; the issue loop goes on from when those it has waited for were done."""
+        """Whether the device has room. If the issue loop had to wait, it goes on when the last user was done."""
         assert self.device is not None
         awaited = self.device.awaited(index - self.start)
         if self.awaited and not awaited:
@@ -138,7 +138,7 @@ class EventLoop:
         return not awaited
 
     def _has_left(self, user: int) -> bool:
-        """Whether an operation leaves the device's memory to those that come after it: computations are in order."""
+        """Whether later operations may take the device memory that an operation has used: computations are in order."""
         return self.order.lanes[user] == COMPUTE or self.times.stopped[user] <= self.now
 
     def _enter(self, index: int, lane: int, due: float) -> None:
@@ -162,7 +162,7 @@ class EventLoop:
     # The lanes --------------------------------------------------------------------------------------------------------
 
     def _start(self) -> bool:
-        """Start what can start; whether a computation did."""
+        """Start what can start. Returns whether a computation did."""
         active, stopped, after, now = self.active, self.times.stopped, self.order.after, self.now
         computes = False
         for lane, queue in enumerate(self.queues):
@@ -183,7 +183,7 @@ class EventLoop:
         return computes
 
     def _share(self) -> None:
-        """Lanes that work side by side slow each other down."""
+        """Set the rates of lanes that run in parallel and slow each other down."""
         working = sum([1 << lane for lane, index in enumerate(self.active) if index >= 0])
         if working == self.shared:
             return

@@ -1,8 +1,8 @@
-"""measured: steps that have run, by their own trace, in the place of simulated ones.
+"""measured: steps that have run, by their trace, as if they were simulated.
 
-A simulation is a program's dependencies and when everything happened. A run whose operations are recorded
-(``expert={"trace": True}``) has its own times for the same dependencies; so what is told of a simulated step, such as
-what the computation waited for, is told of a measured one by the same code.
+A simulation is a program's dependencies with the times of all operations. A run whose operations are recorded
+(``expert={"trace": True}``) has its own times for the same dependencies. So the same code says of simulated and of
+measured steps what the computation waited for.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Step = list[Issue]
 
 
 def measured(trace: Trace, placement: Placement, program: Program, *, inline: bool) -> Iterator[Simulation]:
-    """Each step of `program` that has run whole behind another one, in order; the lanes have to be idle by now.
+    """Each step of `program` that has run completely, after another one, in order. The lanes must be idle.
 
-    inline: the thread that issues computes, too.
+    inline: the issuing thread also computes.
     """
     events = {event.label.number: event for event in trace.events()}
     for before, step in pairwise(_steps(trace.issues())):
@@ -33,7 +33,7 @@ def measured(trace: Trace, placement: Placement, program: Program, *, inline: bo
 
 
 def mean_bubbles(steps: Sequence[Simulation]) -> dict[str, float]:
-    """Seconds of a step in which nothing computed, by cause, the longest first; {} of no steps."""
+    """The mean seconds of a step in which nothing computed, by cause, the longest first; {} without steps."""
     by_cause: dict[str, float] = defaultdict(float)
     for step in steps:
         for cause, seconds in step.bubbles.items():
@@ -42,7 +42,7 @@ def mean_bubbles(steps: Sequence[Simulation]) -> dict[str, float]:
 
 
 def _steps(issues: Sequence[Issue]) -> Iterator[Step]:
-    """The steps of which every operation was issued and is known."""
+    """The steps of which every operation was recorded."""
     step: Step = []
     for issue in issues:
         if issue.op_index == 0:
@@ -60,14 +60,14 @@ def _simulation(
     issues = [issue for step in steps for issue in step]
     first = issues[0].seconds
     issued = [issue.seconds - first for issue in issues]
-    started, stopped = list(issued), list(issued)  # what no lane has recorded is over as it is issued
+    started, stopped = list(issued), list(issued)  # an operation that no lane has recorded ends when it is issued
     for at, (issue, lane) in enumerate(zip(issues, order.lanes, strict=True)):
         if lane != MEMORY and issue.number in events:
             event = events[issue.number]
             started[at], stopped[at] = event.start_seconds - first, event.end_seconds - first
     let_go = stopped if inline else started
     holders, released = list(order.computed), [0.0] * len(issued)
-    held, until = -1, 0.0  # by what a memory verb has waited for last
+    held, until = -1, 0.0  # the operation that a memory verb has waited for last
     for at, (lane, after) in enumerate(zip(order.lanes, order.after, strict=True)):
         if lane == MEMORY and after:
             last = max(after, key=stopped.__getitem__)

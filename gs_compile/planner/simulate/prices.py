@@ -1,25 +1,25 @@
-"""prices: what every operation of a step program moves, and how long that takes alone on its lane.
+"""prices: the bytes of every operation of a step program, and its seconds alone on its lane.
 
-Rates are those of the profile, each lane on its own; how lanes that work side by side slow each other down is for the
-simulator (`Profile.speeds`). Nothing here looks at the order of operations.
+Rates are those of the profile for each lane alone; that parallel lanes slow each other down is left to the simulator
+(`Profile.speeds`). The order of operations does not matter here.
 
     embed, forward, head, backward ...     measured seconds of the unit's code, or its FLOPs by the matrix rate
-    norm, zeros                            a pass over the gradient; with a norm, what the unit's update has the
-                                           device compute beside the step
+    norm, zeros                            a pass over the gradient; a norm also has the computation that the unit's
+                                           update needs on the device
     decode                                 some passes over the values
-    count, clip                            a few numbers: what issuing any operation costs
-    prefetch, offload                      bytes by the lane's rate; of the SSD also the wait for the first one
-    all_gather, reduce_scatter             bytes by the lane's rate, and a ring's steps, one for each other rank; of a
+    count, clip                            a few numbers: nothing beside the cost of issuing
+    prefetch, offload                      bytes by the lane's rate; for the SSD also the latency of a request
+    all_gather, reduce_scatter             bytes by the lane's rate, and a ring's steps, one for each other rank; for a
                                            gradient also a pass over this rank's share
-    update                                 elements by the optimizer's rate, as the rule's bytes are to AdamW's
+    update                                 elements by the optimizer's rate, scaled by the rule's bytes to AdamW's
     seal                                   the seconds of syncing a file of each part, and of writing the manifest
-    commit                                 copies of what the device reads in host memory; all else changes places
-    alias                                  within one memory, of what a layer saves: a copy, which the issue loop makes
+    commit                                 copies of what the device reads in host memory; the rest is only swapped
+    alias                                  within one memory, of what a layer saves: a copy by the issue loop
     gather, other aliases, empty, free     nothing: memory under another name
 
-Of a durable placement's commits the Nth part is counted where every Nth step is committed: that of a mean step.
+If every Nth step is committed, an Nth of a commit is counted: that of a mean step.
 
-What issuing costs on top, `Profile.op_seconds` each, is the issue loop's and not a lane's: it is not in here.
+The cost of issuing, `Profile.op_seconds` for each operation, is the issue loop's and not included.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from gs_compile.planner.measure.profile import Profile
 from gs_compile.program.ir import MEMORY_VERBS, SHADOWS, Op, Program, Unit
 from gs_compile.program.verbs import BACKWARDS, SIGNATURES
 
-# AdamW in fp32, the rule that a profile's update rate is of: reads parameter, two moments and gradient, writes three.
+# AdamW in fp32, for which a profile has the update rate: it reads parameter, two moments, gradient, and writes three.
 ADAMW_NBYTES = 28
 # Passes over memory for each byte of a value that is decoded: 1.8 ns a bfloat16 (benchmarks/frozen.py), at 4 GB/s.
 DECODING = 4
-# Of a commit, measured on a drive that may keep its cache: syncing a file that is written already, and the manifest. A
-# drive that may not takes milliseconds for each file.
+# Of a commit: syncing a file that is written already, and writing the manifest, measured on a drive that need not flush
+# its cache. One that must takes milliseconds for each file.
 SYNC_SECONDS, MANIFEST_SECONDS = 2e-4, 5e-3
 
 
 def op_prices(program: Program, placement: Placement, workload: Workload, profile: Profile) -> list[float]:
-    """The seconds of each operation alone on its lane, in the program's order; a memory verb's hold the issue loop."""
+    """The seconds of each operation alone on its lane, in the program's order; for a memory verb, in the issue loop."""
     return [_seconds(op, placement, workload, profile) for op in program.ops]
 
 
 def with_products(sizes: tuple[UnitSize, ...], profile: Profile) -> tuple[UnitSize, ...]:
-    """With the time of the matrix products in updates, once: in that of the update, and on a device with memory of its
-    own, which computes them beside the step, in the time that a step computes.
+    """The sizes with the time of the matrix products in updates, added once: to the update, and, if a device with
+    memory of its own computes them, also to the step's computation.
     """
     rates = profile.matmul_flops_per_second
     rate = rates.get("bf16") or min(rates.values())
@@ -69,9 +69,8 @@ def with_products(sizes: tuple[UnitSize, ...], profile: Profile) -> tuple[UnitSi
 
 
 def code_seconds(unit: Unit, workload: Workload, profile: Profile, *, backward: bool, level: int = 0) -> float:
-    """Seconds of a unit's forward, or of its backward with what that recomputes, for one micro-batch.
-
-    level: of what the forward saves. Measured, or its FLOPs by the matrix rate of the workload's dtype.
+    """The seconds of a unit's forward, or of its backward including recomputation, for one micro-batch: measured, or
+    its FLOPs by the matrix rate of the workload's dtype. level: of what the forward saves.
     """
     cost = workload.costs[unit].at(level)
     if cost.seconds is not None:
@@ -80,19 +79,19 @@ def code_seconds(unit: Unit, workload: Workload, profile: Profile, *, backward: 
 
 
 def runs_backward(op: Op) -> bool:
-    """Whether an operation runs the backward of a unit's code: a head does with its forward, for a gradient."""
+    """Whether an operation runs the backward of a unit's code; a head does if a gradient is wanted."""
     has_gradient = bool(op.into) or any(value.kind == "dx" for value in op.results)
     return op.verb in BACKWARDS or (op.verb == "head" and has_gradient)
 
 
 def work_nbytes(op: Op, placement: Placement) -> int:
-    """The bytes that an operation moves between tiers, or passes over in memory; a unit's code has none."""
+    """The bytes that an operation moves between tiers, or reads and writes in memory; 0 for a unit's code."""
     match op.verb:
         case "prefetch" | "offload" | "all_gather" | "reduce_scatter":
             return op_nbytes(op, placement) // _steps(op, placement)
         case "update":
             unit = placement.by_unit[op.into[0].unit]
-            former = (value for value in op.reads if value.kind in SHADOWS)  # what is written elsewhere is not in cache
+            former = (value for value in op.reads if value.kind in SHADOWS)  # read in addition to what is written
             elsewhere = sum(nbytes_of(placement, value) for value in former)
             return int(unit.group_of(op.into[0]).numel * update_nbytes(unit)) + elsewhere
         case "alias":
@@ -108,7 +107,7 @@ def work_nbytes(op: Op, placement: Placement) -> int:
 
 
 def lane_rate(lane: str, profile: Profile) -> float:
-    """Bytes a second of a lane alone: of those that `work_nbytes` counts."""
+    """Bytes a second of a lane alone, as `work_nbytes` counts bytes."""
     if lane == "cpu":
         return ADAMW_NBYTES * profile.update_elements_per_second
     return profile.memory_bytes_per_second if lane in ("compute", "memory") else profile.transfer_rate(lane)
@@ -117,14 +116,14 @@ def lane_rate(lane: str, profile: Profile) -> float:
 def update_nbytes(unit: UnitSize) -> float:
     """The bytes that updating one element reads and writes: its state, its gradient, and its parameter.
 
-    A parameter that has a master in the state is only written. What narrow moments take to convert comes on top.
+    A parameter that has a master in the state is only written. The conversion of narrow moments is added, as bytes.
     """
     parameter = unit.itemsize if unit.has_master else 2 * unit.itemsize
     return 2 * unit.state_itemsize + parameter + unit.gradient_itemsize + unit.conversion_nbytes
 
 
 def _steps(op: Op, placement: Placement) -> int:
-    """The number of steps of which one has the operation."""
+    """The number N if only every Nth step has the operation."""
     return placement.durability if op.kind == "seal" else 1
 
 

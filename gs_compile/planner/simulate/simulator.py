@@ -2,21 +2,21 @@
 
 The executor and the simulator share one rule, so that a prediction and a run differ only in how long operations take:
 
-1. The issue loop issues the operations in the order of the program, each once everything before it is issued.
-2. A lane is first-in-first-out, and lanes run side by side. An operation starts when it is issued, its lane is free,
-   what it reads is ready, and what it changes in place has no user left.
-3. Memory verbs happen as they are issued, on no lane. Readers of what they define wait for what those verbs read. The
-   one that copies what a layer saves, where device and host are one memory, holds the issue loop until it is made.
-4. Where the issue loop computes itself (`inline`: the device is the CPU), a computation holds it until it is over.
-   Where a stream computes, it issues a computation once the one before has begun; the executor goes on earlier with
-   short ones, by milliseconds (`runtime/ahead.py`).
-5. An operation that writes a new value into host memory waits for those who still work on what was in that range of
-   the program's slab before.
+1. The issue loop issues the operations in the order of the program.
+2. A lane is first-in-first-out, and lanes run in parallel. An operation starts when it is issued, its lane is free,
+   what it reads is ready, and what it changes in place has no other user.
+3. Memory verbs run when they are issued, on no lane. Readers of their results wait for what the verbs would wait for.
+   If device and host are one memory, an alias of what a layer saves is a copy, which holds the issue loop.
+4. If the issue loop itself computes (`inline`: the device is the CPU), a computation holds it until it ends. If a
+   stream computes, it issues a computation once the one before has begun; the executor is ahead of this by some
+   milliseconds of short ones (`runtime/ahead.py`).
+5. An operation that writes a new value into host memory waits for the users of what was in that range of the program's
+   slab before.
 6. An operation that takes device memory is issued once there is room for it, within what the program may have there
    (`placement.device_memory`).
 
-The fourth keeps transfers from running ahead without bound: a prefetch is issued when the computation it stands beside
-is near. Between steps nothing waits: the issue loop goes on with the next program, and lanes with what they have.
+By the fourth, transfers do not run ahead without bound: a prefetch is issued when the computation beside it is near.
+Between steps nothing waits: the issue loop goes on with the next program, and lanes with the operations that they have.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from gs_compile.planner.simulate.prices import op_prices
 from gs_compile.program.ir import LANES, TIERS, TRANSFERS, Op, Program
 from gs_compile.runtime.trace import Label, Trace
 
-NUM_STEPS = (2, 4, 8)  # the first step finds all lanes idle; more where lanes are further behind from step to step
-STEADY = 1e-3  # of a lane's work in a step: what may be left over
+NUM_STEPS = (2, 4, 8)  # the first step finds all lanes idle; more steps if lanes fall further behind in each
+STEADY = 1e-3  # of a lane's work in a step, by which it may fall behind in a steady state
 
 Curve = tuple[tuple[float, int], ...]  # moments in seconds, and the bytes from there on
 
@@ -48,8 +48,8 @@ Curve = tuple[tuple[float, int], ...]  # moments in seconds, and the bytes from 
 class Span:
     """One operation on its lane, in seconds from the start of the step; `index` is its place in its program.
 
-    It may begin before the step, if it was issued before the computation of the step before was over, and end after it.
-    waited_for: what let it start: a lane and what that moved, "compute", "cpu", or "issue": it was not issued before.
+    It may begin before the step, if it was issued before the computation of the step before had ended, and end after
+    the step. waited_for: what let it start: a lane and what that moved, "compute", "cpu", or "issue".
     """
 
     op: Op
@@ -64,9 +64,9 @@ class Span:
 def simulate(
     programs: Sequence[Program], seconds: Sequence[Sequence[float]], placement: Placement, rule: LaneRule
 ) -> Simulation:
-    """The last of `programs`, which run one after the other: more of the same before it make it steady.
+    """A simulation of the last of `programs`, which run one after the other. (Equal ones before it make it steady.)
 
-    seconds: of each program, what each operation takes alone on its lane; a memory verb's hold the issue loop.
+    seconds: for each program, the seconds of each operation alone on its lane; for a memory verb, in the issue loop.
     """
     assert programs, "nothing to simulate"
     order = dependencies(programs, placement)
@@ -86,9 +86,9 @@ def predict(
 ) -> Simulation:
     """A step of `program` in its steady state, after others like it.
 
-    host_nbytes: the budget of host memory; None: there is always enough. The less there is, the sooner its ranges are
-        used anew, and the longer they are waited for.
-    device_nbytes: what values may have of device memory; None: all that they want.
+    host_nbytes: the budget of host memory; None: no bound. With less memory, ranges are reused sooner, and operations
+        wait longer for them.
+    device_nbytes: the device memory for values; None: no bound.
     """
     program = packed(program, placement, host_nbytes, device_nbytes)
     seconds = op_prices(program, placement, workload, profile)
@@ -102,7 +102,7 @@ def predict(
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """One step among its like: the last of `programs`. What follows from the times is derived when it is asked for."""
+    """One step, the last of `programs`, with its times. What follows from these is derived when it is asked for."""
 
     order: Dependencies
     durations: list[float]  # of each operation, alone on its lane
@@ -117,12 +117,12 @@ class Simulation:
 
     @property
     def seconds(self) -> float:
-        """Seconds from when the program before was issued and computed to when this one is."""
+        """The seconds from the time at which the program before was issued and computed to the same of this one."""
         return self._until - self._since
 
     @property
     def is_steady(self) -> bool:
-        """Whether each lane ends as much work during the step as the step gives it: none falls further behind."""
+        """Whether each lane does as much work during the step as the step gives it: none falls further behind."""
         begun, done = [0.0] * len(LANES), [0.0] * len(LANES)
         for index, (lane, stopped) in enumerate(zip(self.order.lanes, self.times.stopped, strict=True)):
             if lane != MEMORY:
@@ -139,7 +139,7 @@ class Simulation:
 
     @cached_property
     def busy(self) -> Mapping[str, float]:
-        """The share of the step in which each lane works, on its own step's operations or another's."""
+        """The share of the step in which each lane works, on this step's operations or on another's."""
         sums, since, until = [0.0] * len(LANES), self._since, self._until
         for lane, start, stop in zip(self.order.lanes, self.times.started, self.times.stopped, strict=True):
             if lane != MEMORY and stop > since and start < until:
@@ -159,16 +159,15 @@ class Simulation:
 
     @property
     def peaks(self) -> dict[str, int]:
-        """The most bytes alive at a time on each tier. Above the planned ones where lanes lag behind the issue loop, as
-        far as the step has room (`room`).
+        """The most bytes alive at a time on each tier. They exceed the planned ones if lanes lag behind the issue loop,
+        up to `room`.
         """
         return {tier: max(nbytes for _, nbytes in curve) for tier, curve in self.memory.items()}
 
     @property
     def room(self) -> dict[str, int]:
-        """The bytes of each tier that the step has, which its peaks keep: in host memory its slab, on SSD a file of
-        each value, on the device what it may have there. A device without memory of its own has no bound: it is left
-        out.
+        """The bytes that the step has on each tier, which bound its peaks: in host memory its slab, on SSD a file for
+        each value, on the device what it may have there. A device without memory of its own is left out.
         """
         program = self.program
         room = {"host": program.slab_nbytes}
@@ -183,9 +182,8 @@ class Simulation:
 
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:
-        """From the start of the step, or before, to its end; each span started when the one before was over.
-
-        Or, where a stream computes, when the issue loop was let go on.
+        """Spans from the start of the step, or before, to its end, each of which started when the one before ended; or,
+        if a stream computes, when that let the issue loop go on.
         """
         last = len(self.order.ops) - 1
         end = last if self.order.lanes[last] == COMPUTE else self.order.computed[last]
@@ -223,7 +221,7 @@ class Simulation:
         return Chains(self.order, self.times)
 
     def _over(self, number: int) -> float:
-        """When so many programs were issued and computed."""
+        """When the first `number` programs were issued and computed."""
         order, times = self.order, self.times
         stop = order.starts[number] if number < len(order.starts) else len(order.ops)
         if not stop:
@@ -251,13 +249,12 @@ def _memory_curves(
 ) -> dict[str, Curve]:
     """By tier, the bytes from each moment on, from `since` to `until`, relative to `since`.
 
-    Memory is taken when the operation that defines a value is issued, and in host memory not before those are done who
-    were there. It is given back when the operation that frees it has been issued and all that use it are done; on the
-    device all but computations, behind which others come anyway. That is later than the planned peaks assume, which
-    count in the order of issue: where lanes lag behind the issue loop, more is alive on the device than planned. In
-    host memory it is never more than the slab.
+    Memory is taken when the operation that defines a value is issued; in host memory, once the range's former users are
+    done. It is given back when the `free` has been issued and all users are done; on the device except computations,
+    which are in order anyway. That is later than in the planned peaks, which count in the order of issue: if lanes lag
+    behind the issue loop, more is alive on the device than planned. In host memory it is never more than the slab.
 
-    Of the last two programs: what those before have left is gone when the last begins, or lives on.
+    Only the last two programs are looked at: what earlier ones have left has ended when the last begins, or lives on.
     """
     start = order.starts[-2:][0]
     issued, stopped, users = times.issued[start:], times.stopped, order.users[start:]
