@@ -1,7 +1,7 @@
-"""doctor: is this machine fit to train here? What a run needs, each with what to do where it is not there.
+"""doctor: check whether this machine is fit for training: what a run needs, and what to do if it is missing.
 
-Nothing is changed, and what is tried is tried in files that are removed again. What imports torch is imported by the
-looks that need it: a broken one is a finding, not the end. Of drives and filesystems the system's own tools tell more.
+Nothing is changed; files that checks make are removed again. Checks that need torch import it themselves: a broken
+torch is a finding, and does not end the program. The system's own tools say more about drives and file systems.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gs_compile.errors import ManifestError, ProfileError, StorageError, Storage
 from gs_compile.machine import CGROUP, PROC, available_memory, format_bytes, meminfo, usable_cores, usable_memory
 
 LITTLE_NBYTES = 4 << 30  # torch and a layer's activations take this much
-NEWEST_TORCH = (2, 15)  # that the tests have run with
+NEWEST_TORCH = (2, 15)  # with which the tests have run
 DAY_SECONDS = 86400.0
 OLD_SECONDS = 90 * DAY_SECONDS  # drives age and machines change
 PIN_NBYTES = 64 << 20  # more than the usual limit of locked memory
@@ -30,7 +30,7 @@ EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 
 class Check(NamedTuple):
-    """What a look has found, and what to do where something is wrong: a warning, if a run will not fail of it."""
+    """The result of a check, and what to do if something is wrong; a warning if a run will not fail because of it."""
 
     found: str
     advice: str = ""
@@ -48,13 +48,13 @@ class Check(NamedTuple):
 
 
 def examine(storage: Sequence[Path]) -> tuple[Check, ...]:
-    """All checks, with these directories as storage; where torch is broken, those that can do without."""
+    """All checks, with these directories as storage; if torch is broken, those that do not need it."""
     found = [checked("torch", torch_version), checked("host memory", memory)]
     return (*found, *(_with_torch(storage) if found[0].state != "bad" else ()))
 
 
 def checked(name: str, look: Callable[..., Check], *args: object) -> Check:
-    """What a look at something has found, under its name; what the system does not tell is a warning."""
+    """The result of the check `look`, under a name; if the system does not answer, that is a warning."""
     try:
         return look(*args)._replace(name=name)
     except (OSError, ValueError, IndexError) as error:
@@ -79,7 +79,7 @@ def _with_torch(storage: Sequence[Path]) -> Iterator[Check]:
 
 
 def torch_version() -> Check:
-    """Whether torch can be imported, has what training rests on, and is one that the tests have run with."""
+    """Whether torch can be imported, has what training needs, and is a version with which the tests have run."""
     try:
         found = str(import_module("torch").__version__)
         import_module("gs_compile.model")
@@ -129,7 +129,7 @@ def cuda(*, proc: Path = PROC) -> Check:
 
 
 def waiting_threads() -> Check:
-    """Whether torch's threads spin while they wait for each other, and whether others want these cores."""
+    """Whether torch's threads spin while they wait for each other, although other processes need the cores."""
     is_passive = os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive"
     load, cores = os.getloadavg()[0], usable_cores()
     found = f"{'sleep' if is_passive else 'spin'} while they wait; load {load:.1f} on {cores} cores"
@@ -140,7 +140,7 @@ def waiting_threads() -> Check:
 
 
 def compiler() -> Check:
-    """The compiler of a layer's code for the device of this machine."""
+    """The compiler of the layers' code for this machine's device."""
     from gs_compile.capture.inductor import best_compiler
     from gs_compile.runtime.stream import accelerators
 
@@ -178,11 +178,11 @@ def profile(storage: Sequence[Path]) -> Check:
     return Check(f"measured {when}, {path}", again if seconds > OLD_SECONDS else "")
 
 
-# A storage directory; one that is not there yet is looked at where it would be made -----------------------------------
+# A storage directory; for one that is missing, the directory in which it would be made --------------------------------
 
 
 def direct_io(directory: Path) -> Check:
-    """Whether a file can be read and written around the page cache, tried with the run's own code."""
+    """Whether files can be read and written with direct I/O, tried with the run's own code."""
     from gs_compile.planner.measure.probe_drive import existing
     from gs_compile.runtime.storage.drive import Drive
 

@@ -1,4 +1,4 @@
-"""inspect: what ``greedysnake inspect`` shows: a model built from its config, without weights, and its step."""
+"""inspect: the command ``greedysnake inspect``: a model built from its config, without weights, and its step."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ PROGRAM_PASSES = tuple(program.made_by for program in lower(StepSpec(1, 1)))
 
 
 def inspect_text(request: InspectRequest) -> str:
-    """Return what is printed.
+    """The text to print.
 
-    Raises `BadParameter` or `PlanError` where the arguments make no model, and what the backend refuses the model with.
+    Raises `BadParameter` or `PlanError` if the arguments give no model, and the backend's errors for the model.
     """
     after = request.after
     if after is not None and after not in PROGRAM_PASSES:
@@ -59,7 +59,7 @@ def _graph(inspection: Inspection, request: InspectRequest) -> str:
 
 
 def _readable(name: str, layers: UnitClass) -> str:
-    """The graph of a class's forward or backward as code, under what its inputs are."""
+    """The graph of a class's forward or backward as code, with a comment that names its inputs."""
     title = f"# {name} of layers {' '.join(map(str, layers.units))}"
     module: fx.GraphModule | None = getattr(layers, name)
     if module is None:

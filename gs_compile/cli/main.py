@@ -1,7 +1,7 @@
 """main: the command line, ``greedysnake`` or ``python -m gs_compile``.
 
-Nothing heavy is imported before the arguments are known to be sound, so help comes at once. An error of this package is
-one line on stderr and an exit code, for scripts:
+Nothing heavy is imported before the arguments are checked, so help is fast. An error of this package is one line on
+stderr and an exit code, for scripts:
 
     0 done   1 refused, or a check is bad   2 wrong arguments   3 does not fit   5 the storage failed   6 it is locked
     130 interrupted   143 terminated
@@ -52,7 +52,7 @@ from gs_compile.planner.request import Request
 
 INTERRUPTED = 130
 TERMINATED = 143
-EXIT_CODES = (  # the first that fits
+EXIT_CODES = (  # the first one that fits counts
     (MemoryBudgetError, 3),
     ((OptionError, ProfileError, PlanError), 2),
     (StorageLockedError, 6),
@@ -62,7 +62,7 @@ EXIT_CODES = (  # the first that fits
 
 
 class Commands(TyperGroup):
-    """Turns what a command, or the help in its place, raises into a line and an exit code."""
+    """Turns errors of a command, or of its help, into a line and an exit code."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         with _told():
@@ -78,7 +78,7 @@ def _told() -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
-        raise  # whoever read has seen enough: typer ends quietly
+        raise  # the reader of a pipe has closed it: typer ends quietly
     except (GreedySnakeError, OSError) as error:
         message = " ".join(line.strip() for line in str(error).splitlines())
         typer.echo(f"{type(error).__name__}: {message}", err=True)
@@ -102,14 +102,14 @@ def main() -> None:
     """Run the command that the process was started with, and exit."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # as from an error: files are removed on the way
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # of a terminal that has no letters for bars
+        sys.stdout.reconfigure(errors="replace")  # for a terminal without the characters of bars
     do_without()
     atexit.register(_leave)
     app(prog_name="greedysnake")
 
 
 def _leave() -> None:
-    """Without a search for circles among all that is there at the end, unless a command has them looked for."""
+    """Skip the garbage collection of all objects at the end, unless a command has turned the collector on."""
     if not gc.isenabled():
         gc.freeze()
 

@@ -1,4 +1,4 @@
-"""plan: the plan and the profile that the command line asks for, and what is shown while they are made."""
+"""plan: plans and profiles for the command line, and the progress that is shown while they are made."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from gs_compile.planner.request import Request
     from gs_compile.planner.step_plan import StepPlan
 
-QUIET_SECONDS = 1.0  # what is done sooner needs no progress
-UNITS = (  # of a field by the end of its name; the first that fits
+QUIET_SECONDS = 1.0  # what takes less needs no progress
+UNITS = (  # of a field, by the end of its name; the first one that fits counts
     ("bytes_per_second", 1e9, "GB/s"),
     ("flops_per_second", 1e12, "TFLOP/s"),
     ("elements_per_second", 1e9, "billion/s"),
@@ -30,7 +30,7 @@ UNITS = (  # of a field by the end of its name; the first that fits
 
 
 def make_plan(model: str, request: Request) -> StepPlan:
-    """Ask the planner for what a request describes; raises the errors of `planner.plan.plan`."""
+    """The plan of a request; raises the errors of `planner.plan.plan`."""
     with busy(f"planning {model}"):
         from gs_compile.planner.plan import planner_of
 
@@ -38,7 +38,7 @@ def make_plan(model: str, request: Request) -> StepPlan:
 
 
 def find_fits(model: str, request: Request, *, longest: bool) -> list[Fit]:
-    """Ask what fits; raises the errors of `planner.fit.fit`."""
+    """What fits, for a request; raises the errors of `planner.fit.fit`."""
     with busy(f"planning {model}"):
         from gs_compile.planner.fit import fit
 
@@ -46,7 +46,7 @@ def find_fits(model: str, request: Request, *, longest: bool) -> list[Fit]:
 
 
 def find_longest(model: str, request: Request) -> int:
-    """Ask for the longest sequence of which a sample fits, where there is a plan of one."""
+    """The longest sequence of which a sample fits; there must be a plan for the request's own."""
     with busy(f"looking for the longest sequence of {model}"):
         from gs_compile.planner.fit import longest_sequence
 
@@ -55,7 +55,7 @@ def find_longest(model: str, request: Request) -> int:
 
 @contextmanager
 def busy(words: str) -> Iterator[None]:
-    """Say on a terminal what takes longer than a second, and what the planner logs meanwhile; elsewhere say nothing."""
+    """On a terminal, show what takes longer than a second, and what the planner logs meanwhile."""
     status = Console(stderr=True).status(Text(f"{words} ..."))
 
     class Shown(logging.Handler):
@@ -81,7 +81,7 @@ def busy(words: str) -> Iterator[None]:
 
 
 def profile_table(profile: Profile) -> str:
-    """Name, figure with its unit, and source, of all that a profile holds."""
+    """The name, the figure with its unit, and the source of each entry of a profile."""
     rows = []
     for name, value in profile.as_dict().items():
         if name not in ("format", "sources"):
@@ -92,7 +92,7 @@ def profile_table(profile: Profile) -> str:
 
 
 def figure(name: str, value: object) -> str:
-    """A value with the unit that the end of its name tells."""
+    """A value with its unit, by the end of its name."""
     if not isinstance(value, int | float):
         return str(value)
     if name.endswith("_nbytes"):

@@ -1,22 +1,22 @@
-"""process: what a process of the command line does without."""
+"""process: what a process of the command line leaves out to be fast."""
 
 from __future__ import annotations
 
 import gc
 import sys
 
-# What PEFT loads where it finds it, which takes as long as a capture; no plan needs it.
+# PEFT loads these if they are installed, which takes as long as a capture; no plan needs them.
 LEFT_OUT = ("bitsandbytes",)
 
 
 def do_without() -> None:
-    """Start no search for circles, and load nothing of `LEFT_OUT`."""
-    gc.disable()  # to look for circles among all operations of a large step would take half of a command's time
+    """Turn garbage collection off, and load nothing of `LEFT_OUT`."""
+    gc.disable()  # with all operations of a large step, collections would take half of a command's time
     sys.modules.update(dict.fromkeys(set(LEFT_OUT) - sys.modules.keys()))  # type: ignore[arg-type]
 
 
 def do_with_all() -> None:
-    """The contrary, for a command that trains."""
+    """The inverse, for a command that trains."""
     gc.enable()
     for name in LEFT_OUT:
         if sys.modules.get(name, sys) is None:

@@ -1,6 +1,6 @@
-"""requests: the options of the commands, each stated once: tuples whose fields a command takes as its options.
+"""requests: the options of the commands, each defined once: tuples whose fields are a command's options.
 
-Nothing heavy is imported here, so that help comes at once.
+Nothing heavy is imported here, so that help is fast.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from gs_compile.planner.request import Request
 
 Graph = Literal["captured", "forward", "backward", "program"]
 ANY = Parameter.POSITIONAL_OR_KEYWORD
-GIVEN = ("model", "request")  # parameters of commands that are made of options
+GIVEN = ("model", "request")  # parameters of commands that are made from options
 
 
 def option(text: str, default: Any = ..., *names: str, unset: str | bool = True, **more: Any) -> Any:
-    """An option with its help; `unset`: the words for its default in the help."""
+    """An option with its help text; `unset`: its default in words, for the help."""
     return typer.Option(default, *names, help=text, show_default=unset, **more)
 
 
 def file_option(text: str, *names: str) -> Any:
-    """The option of a file to write; one that cannot be is refused before what takes long, as is a folder."""
+    """The option of a file to write. A folder, or a file that cannot be written, is refused before the work begins."""
     return option(text, ..., *names, metavar="FILE", callback=_writable)
 
 
 def folder_option(text: str) -> Any:
-    """The option of a folder to write to, which is made."""
+    """The option of a folder to write to, which is made if it is missing."""
     return option(text, metavar="DIR", callback=_made)
 
 
 def _writable(path: Path | None) -> Path | None:
-    """Raises OSError as writing would. A pipe, whose reader would see its end, is let alone."""
+    """Raises OSError as writing would. A pipe is not opened, as its reader would see its end."""
     if path is not None and not path.is_fifo():
         is_new = not path.exists()
         with path.open("ab"):
@@ -54,7 +54,7 @@ def _made(folder: Path | None) -> Path | None:
 
 
 def takes(request: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the fields of a tuple as options, before its own; it gets them as one object."""
+    """A decorator: the fields of a tuple become options of the command, before its own, which gets them as one object."""
     defaults, types = request._field_defaults, get_type_hints(request, include_extras=True)
     options = [Parameter(name, ANY, default=defaults[name], annotation=types[name]) for name in types]
     return lambda command: _asking(command, options, lambda **asked: (request(**asked),))
@@ -63,7 +63,7 @@ def takes(request: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
 def _asking(
     command: Callable[..., None], options: Sequence[Parameter], given: Callable[..., tuple[Any, ...]]
 ) -> Callable[..., None]:
-    """The command with options before its own. given: what it gets in their place, first among its arguments."""
+    """The command with further options before its own. given: makes its first arguments from these options."""
 
     @wraps(command)
     def run(*values: Any, **named: Any) -> None:
@@ -85,7 +85,7 @@ File = Path | None
 
 
 class InspectRequest(NamedTuple):
-    """A causal language model of transformers, and the step it is looked at in; None: the config's own."""
+    """A causal language model of transformers, and the step to show; None: the config's own value."""
 
     model: str = option(
         'A model type ("llama"), the path of a model or of its config.json, or an id of the hub.', metavar="M"
@@ -112,7 +112,7 @@ Model = Annotated[
         metavar="M",
     ),
 ]
-# The types of a request's fields that are text, or several, on a command line; others are as the request has them.
+# The types of a request's fields that are text, or lists, on a command line; others have the request's types.
 TYPES: dict[str, Any] = {
     "storage": list[Path] | None,
     "ratios": list[str] | None,
@@ -122,9 +122,10 @@ TYPES: dict[str, Any] = {
 
 
 def plans(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command a model and the flags of a plan, before its own; it gets the model's name and a `Request`.
+    """A decorator: the command gets a model and the flags of a plan, before its own options, and receives the model's
+    name and a `Request`.
 
-    Raises `BadParameter` for a ratio that is none, and what a `Request` raises.
+    Raises `BadParameter` for an invalid ratio, and the errors of `Request`.
     """
     types = get_type_hints(Request, localns={"Profile": object}) | TYPES
     flags = [Parameter(each.name, ANY, default=_flag(each), annotation=types[each.name]) for each in fields(Request)]
@@ -132,7 +133,7 @@ def plans(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _flag(asked: Field[Any]) -> Any:
-    """The option that gives a field of a `Request`."""
+    """The option for a field of a `Request`."""
     told = dict(asked.metadata)
     names = [told.pop("flag")] if "flag" in told else []
     return option(told.pop("text"), asked.default, *names, min=told.pop("least", None), **told)

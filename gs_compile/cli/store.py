@@ -1,6 +1,6 @@
-"""store: the commands for the durable runs in a directory; nothing heavy is imported before their arguments are sound.
+"""store: commands for the durable runs in a directory; nothing heavy is imported before their arguments are checked.
 
-All but `ls` take a run for themselves meanwhile, and are refused where a process has it.
+All except `ls` lock a run while they work, and are refused if a process uses it.
 """
 
 from __future__ import annotations

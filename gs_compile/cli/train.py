@@ -1,4 +1,4 @@
-"""train: what ``greedysnake train`` does: a run from a file, with changes from the command line."""
+"""train: the command ``greedysnake train``: a run from a file, with changes from the command line."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ EXPONENT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
 
 
 def train(file: Path, changes: Sequence[str]) -> dict[str, Any] | None:
-    """Train and save: where, steps and the last loss; None: another rank tells of it. changes: as
-    ``args.max_steps=5``, over what the file says.
+    """Train and save. Returns where, the number of steps and the last loss; None: another rank returns it.
 
-    Raises OptionError for a file or a change that is no such thing, and what `Recipe.of` and `trainer_of` raise.
+    changes: such as ``args.max_steps=5``; they override the file.
+
+    Raises OptionError for an invalid file or change, and the errors of `Recipe.of` and `trainer_of`.
     """
     given = _read(file)
     for change in changes:
@@ -61,9 +62,9 @@ def _apply(given: dict[str, Any], change: str) -> None:
 
 
 def _parsed(text: str, where: object = "this") -> Any:
-    """YAML, in which 1e-4 is a number and 2026-11-30 is text, and no entry is there twice.
+    """Parse YAML; 1e-4 is a number, 2026-11-30 is text, and an entry must not be there twice.
 
-    where: what names it in an OptionError, for what is no YAML.
+    where: names the text in an OptionError, if it is not valid.
     """
     try:
         import yaml

@@ -40,9 +40,9 @@ HIDE, SHOW, CLEAR = "\x1b[?25l", "\x1b[?25h", "\x1b[2J"
 
 
 def watch(directory: Path | None, show: Callable[[str], None], *, once: bool) -> None:
-    """Show the runs of a directory until none of them goes on, or once. Raises StatusError where there is none to show.
+    """Show the runs of a directory until all have ended, or once. Raises StatusError if there are none.
 
-    directory: None: the runs of this user that go on on this machine.
+    directory: None: this user's running runs on this machine.
     """
     if once:
         show(screen(_found(directory), time.time()))
@@ -59,7 +59,7 @@ def watch(directory: Path | None, show: Callable[[str], None], *, once: bool) ->
             time.sleep(SECONDS)
             try:
                 found = list(_found(directory))
-            except StatusError:  # of what was shown last nothing stays
+            except StatusError:  # all runs that were shown have gone
                 left = f"the run has ended, and has left nothing in {directory}"
                 sys.stdout.write(f"\n\n{left if directory else 'no run of this user goes on here any more'}")
                 return
@@ -69,7 +69,7 @@ def watch(directory: Path | None, show: Callable[[str], None], *, once: bool) ->
 
 
 def _fitted(text: str, columns: int, rows: int) -> str:
-    """As many lines as a terminal has room for: of more, it would show the last ones, moved up at each look."""
+    """As many lines as a terminal has room for: of more it would scroll, and show the last ones."""
     lines = text.splitlines()
     ends = list(accumulate(max(1, -(-len(line) // columns)) for line in lines))
     if ends[-1] <= rows:
@@ -80,7 +80,7 @@ def _fitted(text: str, columns: int, rows: int) -> str:
 
 
 def _found(directory: Path | None) -> Iterator[tuple[Path, Status | StatusError]]:
-    """Each status file, and its status, or why that cannot be read. Raises StatusError where there is no file."""
+    """Each status file, and its status, or why that cannot be read. Raises StatusError if there is no file."""
     for path in going_on() if directory is None else find(directory):
         try:
             yield path, read(path)
@@ -89,13 +89,13 @@ def _found(directory: Path | None) -> Iterator[tuple[Path, Status | StatusError]
 
 
 def statuses(directory: Path | None) -> dict[str, Any]:
-    """Statuses by file, for programs; of one that cannot be read, why."""
+    """Statuses by file, for programs; for one that cannot be read, the reason."""
     found = _found(directory)
     return {str(path): plain(it) if isinstance(it, Status) else {"problem": it.message} for path, it in found}
 
 
 def screen(found: Iterable[tuple[Path, Status | StatusError]], now: float) -> str:
-    """All runs that were found, one below the other."""
+    """All runs that were found, one after the other."""
     texts = [
         f"{path.resolve()}\n{run_text(it, now)}" if isinstance(it, Status) else "\n".join(wrap(it.message, WIDTH))
         for path, it in found
@@ -180,7 +180,7 @@ def _drives(status: Status) -> str:
 
 
 def newest(directory: Path) -> Status:
-    """The status of the first rank's run that was written last; raises StatusError where none can be read."""
+    """The first rank's status that was written last; raises StatusError if none can be read."""
     every = [each for _, each in _found(directory)]
     found = [each for each in every if isinstance(each, Status)]
     if not found:

@@ -1,4 +1,4 @@
-"""hf: this package in the tools of HuggingFace, which are imported here alone and only when they are used.
+"""hf: this package in the tools of HuggingFace, which only this package imports, when they are used.
 
 trainer = transformers.Trainer(model, args, train_dataset=data)
 gs_compile.hf.attach(trainer, storage="/mnt/nvme0/me", host_memory="48GiB")

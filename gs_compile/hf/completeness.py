@@ -13,14 +13,14 @@ DECODE = (
     "Have transformers decode the checkpoint, as by quantization_config=FineGrainedFP8Config(dequantize=True), and "
     "with frozen= its matrices are encoded in the first call"
 )
-OF_A_BYTE = {"U8", "I8", "F8_E4M3", "F8_E5M2"}  # elements, as headers call them
-ORDINARY = {"scales"}  # which other modules have, too
+OF_A_BYTE = {"U8", "I8", "F8_E4M3", "F8_E5M2"}  # dtypes of one byte, as headers call them
+ORDINARY = {"scales"}  # names that other modules' tensors have, too
 
 
 def missing_of(found: Mapping[str, bool], needed: Sequence[str]) -> list[str]:
-    """The needed tensors that a matrix is without.
+    """The needed tensors that a matrix lacks.
 
-    found: its tensors, and whether their elements have a byte: a weight alone that has wider ones is not quantized.
+    found: its tensors, and whether their elements have one byte: a single weight with wider ones is not quantized.
     """
     if found.keys() == {"weight"} and not found["weight"]:
         return []
@@ -28,9 +28,9 @@ def missing_of(found: Mapping[str, bool], needed: Sequence[str]) -> list[str]:
 
 
 def refuse_partial(files: Sequence[str], needed: Sequence[str]) -> None:
-    """Raise OptionError, before anything is read, where a matrix lacks a tensor that it is not known without.
+    """Raise OptionError, before anything is read, if a matrix lacks a tensor that decoding needs.
 
-    files: of safetensors; what others have is seen as they are read. needed: the ends of these tensors' names.
+    files: in the safetensors format; others are checked when they are read. needed: the ends of these tensors' names.
     """
     ends = {end if end.startswith("_") else f".{end}": end for end in needed}
     found: defaultdict[str, dict[str, bool]] = defaultdict(dict)

@@ -1,8 +1,8 @@
-"""durable: a Trainer goes on from the last commit where its own checkpoint is older, or where there is none.
+"""durable: a Trainer resumes from the last commit if its own checkpoint is older, or if there is none.
 
 [1] Each commit has the Trainer's state, and that of its schedule.
-[2] To go on from a commit, Trainer is given a checkpoint that has its state alone; all else comes from the commit.
-[3] Where Trainer's own checkpoint is not older, the run goes on from that. The commit stays until the run makes one.
+[2] To resume from a commit, Trainer gets a checkpoint that only has its state; everything else comes from the commit.
+[3] If Trainer's own checkpoint is not older, the run resumes from that. The commit stays until the run makes one.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from gs_compile.runtime.storage.stored import Manifest
 
 log = logging.getLogger(__name__)
 
-_Trainer: Any = object  # of transformers or derived from it: the other base of whoever has the mixin
-_NAME = "trainer"  # of what commits keep
-_NUM_ENTRIES = 1000  # of the log, which grows without end and is written with each commit
+_Trainer: Any = object  # transformers' Trainer or a subclass: the other base of classes with the mixin
+_NAME = "trainer"  # of the state in commits
+_NUM_ENTRIES = 1000  # the latest ones of the log, which grows without end, are written with each commit
 
 
 class DurableTrainer(_Trainer):  # type: ignore[misc]
     """The part of `TrainerMixin` that has durable steps."""
 
-    _options: Options | None = None  # of the model, where steps are durable
-    _stand_in: tuple[str, Manifest] | None = None  # the checkpoint that Trainer is given for a commit to go on from
+    _options: Options | None = None  # of the model, if steps are durable
+    _stand_in: tuple[str, Manifest] | None = None  # the checkpoint that Trainer gets to resume from a commit
     _begins_anew: bool = False
-    _is_under_way: bool = False  # a call that is trained on, whose forward commits the step before
+    _is_under_way: bool = False  # a training call has begun, whose forward commits the step before
     _last_begun: int | None = None  # the number of steps before that call
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's; it goes on from the last commit, if that has more steps than `resume_from_checkpoint`.
+        """Trainer's `train`; it resumes from the last commit, if that has more steps than `resume_from_checkpoint`.
 
-        Raises LeftoverError for a commit that is not to be gone on from, ResumeError for one of no Trainer.
+        Raises LeftoverError for a commit that must not be resumed, ResumeError for one that is not a Trainer's.
         """
         self._stand_in, self._begins_anew = None, False
         with tempfile.TemporaryDirectory() as folder:
@@ -53,7 +53,7 @@ class DurableTrainer(_Trainer):  # type: ignore[misc]
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _later(self, given: Any, folder: Path, options: Options) -> Any:
-        """The checkpoint that Trainer is to go on from: its own, or one in `folder` that stands for the commit."""
+        """The checkpoint from which Trainer resumes: its own, or one in `folder` that stands for the commit."""
         from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
         from transformers.trainer_utils import get_last_checkpoint
 
@@ -73,7 +73,7 @@ class DurableTrainer(_Trainer):  # type: ignore[misc]
             raise ResumeError(f"{words} has no state of a Trainer: choose another storage=, or delete it: {delete}")
         state = commit.states[_NAME]["state"]
         own = (get_last_checkpoint(self.args.output_dir) if given is True else given) or None
-        # Trainer writes its state last: without all of it nothing is whole, nor with `save_only_model`.
+        # Trainer writes its state last: without all of it a checkpoint is incomplete, also with `save_only_model`.
         step = _step_of(Path(own, TRAINER_STATE_NAME)) if own and Path(own, OPTIMIZER_NAME).is_file() else None
         if step is not None:
             if step >= state["global_step"]:
@@ -93,7 +93,7 @@ class DurableTrainer(_Trainer):  # type: ignore[misc]
         return commit if checkpoint == name else None
 
     def _keep_states(self, optimizer: TieredOptimizer) -> None:
-        """Commits have the Trainer's state from now on."""
+        """Commits hold the Trainer's state from now on."""
         if self._options is not None:
             optimizer.kept.states[_NAME] = _States(self)
             optimizer.kept.begins_anew = self._begins_anew
@@ -111,7 +111,7 @@ class DurableTrainer(_Trainer):  # type: ignore[misc]
     # Trainer's own methods -------------------------------------------------------------------------------------------
 
     def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
-        """A run that had come to its end has no epoch left."""
+        """Trainer's; a run that had ended has no epoch left."""
         epoch, num_batches = super()._init_training_state(max_steps, *args)
         is_over = self._stand_in is not None and self.state.global_step >= max_steps
         return (max(epoch, self.state.num_train_epochs), 0) if is_over else (epoch, num_batches)
@@ -132,25 +132,25 @@ class DurableTrainer(_Trainer):  # type: ignore[misc]
         optimizer.kept.has_random_state = not former["is_under_way"]
         for _ in range(former["scheduler_steps"]):
             self.lr_scheduler.step()
-        if self.state.global_step >= self.state.max_steps:  # nothing is trained any more: values come with this call
+        if self.state.global_step >= self.state.max_steps:  # nothing will be trained: this call brings the values
             self.prediction_step(self.model, next(iter(self.get_train_dataloader())), prediction_loss_only=True)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Load the state of a commit that was made between two calls; others have the state that a call has found."""
+        """Load the random state of a commit that was made between two calls; others hold that of a call's beginning."""
         if (commit := self._commit_of(checkpoint)) is None:
             super()._load_rng_state(checkpoint)
         elif not commit.states[_NAME]["is_under_way"]:
             set_random_state(commit.random)
 
     def _finalize_training(self, *args: Any) -> Any:
-        """The last step is durable, with the values that it has left."""
+        """Trainer's; before it, the last step is made durable."""
         if self._engine is not None and self._engine.durable is not None:
             self._engine.commit()
         return super()._finalize_training(*args)
 
 
 def _step_of(path: Path) -> int | None:
-    """The number of steps in the file of a Trainer's state; None: a kill has left none, or a part of it."""
+    """The number of steps in the file of a Trainer's state; None: after a kill it is missing or incomplete."""
     with suppress(OSError, ValueError, LookupError):
         step: int = json.loads(path.read_bytes())["global_step"]
         return step
@@ -158,25 +158,25 @@ def _step_of(path: Path) -> int | None:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer that Accelerate may have wrapped."""
+    """The optimizer without Accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 class _States:
-    """The states of a Trainer and of what it has, for commits."""
+    """The states of a Trainer and of its parts, for commits."""
 
     def __init__(self, trainer: DurableTrainer) -> None:
         self._trainer = weakref.ref(trainer)
 
     @property
     def is_gone(self) -> bool:
-        """Nobody who only reads values has a step committed then."""
+        """Whether the Trainer is gone: then a read of values does not commit the step."""
         return self._trainer() is None
 
     def state_dict(self) -> dict[str, Any]:
-        """As of the end of a step, also where a callback reads values before Trainer has counted that step.
+        """The states at the end of a step, also if a callback reads values before Trainer has counted that step.
 
-        Raises OptimizerError where the Trainer is gone.
+        Raises OptimizerError if the Trainer is gone.
         """
         from transformers.trainer_callback import ExportableState, TrainerState
 

@@ -1,13 +1,12 @@
-"""encoded: the matrices that a checkpoint was encoded to stay on storage, and the next run reads them from there.
+"""encoded: encoded matrices of a checkpoint stay on storage, from where the next run reads them.
 
 <directory>/greedysnake-encoded/<key>/    of one source, codec, dtype and version, 0700; made under another name
     index.json                            what it was made of, and the bytes of each matrix
     model.layers.0.mlp.up_proj.weight     the bytes of one encoded matrix, and so on
 
-A folder gets its name when all is on the medium, so one that a kill has cut short is never read, and the next run
-removes it. Processes that make the same one make each their own, and the first gives it its name. Where there is no
-room for it nothing is kept, and the run goes on. Files are mapped for this process alone: what is written to a
-parameter does not change them.
+A folder gets its name when all of it is synced, so one that was left incomplete by a kill is never read, and the next
+run removes it. Processes that make the same folder each make their own, and the first to finish names it. If there is
+no room nothing is kept, and the run goes on. Files are mapped privately: writes to a parameter do not change them.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ PLAIN = (str, int, float, torch.dtype, type(None))
 
 
 class EncodedFolder:
-    """Encoded matrices by the names of their parameters: those that are there, or one folder that is being made.
+    """Encoded matrices by the names of their parameters: in an existing folder, or in one that is being made.
 
-    about: what they are made of; None: that is not known, and nothing is kept.
+    about: what they depend on; None: this is not known, and nothing is kept.
     """
 
     def __init__(self, directory: Path, about: Mapping[str, Any] | None) -> None:
@@ -49,9 +48,9 @@ class EncodedFolder:
         key = hashlib.sha256(json.dumps(self._about, sort_keys=True).encode()).hexdigest()[:16]
         self._all = directory / FOLDER
         self._path = self._all / key
-        self._known = _sizes(self._path)  # bytes of the matrices that are there
-        self._made: dict[str, int] = {}  # and of those that are put to the folder that is being made
-        self._making: tuple[Path, int] | None = None  # and a descriptor that holds its lock
+        self._known = _sizes(self._path)  # the bytes of existing matrices
+        self._made: dict[str, int] = {}  # the bytes of matrices in the folder that is being made
+        self._making: tuple[Path, int] | None = None  # that folder, and a descriptor that holds its lock
 
     def __enter__(self) -> EncodedFolder:
         if self._about is not None and not self._known:
@@ -79,7 +78,7 @@ class EncodedFolder:
         return _mapped(self._path / name, self._known[name]) if name in self._known else None
 
     def put(self, name: str, stored: Tensor) -> Tensor:
-        """Keep the bytes of a matrix; gives them as mapped, or as a copy where these are not kept."""
+        """Keep the bytes of a matrix. Returns them mapped from the file, or as a copy if they are not kept."""
         if self._making is None:
             return stored.clone()
         path = self._making[0] / name
@@ -94,12 +93,12 @@ class EncodedFolder:
         return _mapped(path, stored.nbytes)
 
     def _give_up(self, error: OSError) -> None:
-        """Keep nothing for the next run; what is mapped stays as it is until nobody has it."""
+        """Keep nothing for the next run; mapped files last until their tensors end."""
         log.warning("encoded matrices are not kept for the next run, which encodes them again: %s", error)
         self._leave()
 
     def _leave(self) -> None:
-        """Remove what has not got its name."""
+        """Remove the folder that has not got its name."""
         if self._making is not None:
             path, fd = self._making
             self._making = None
@@ -115,13 +114,13 @@ class EncodedFolder:
             if _sizes(self._path):
                 return  # another process was first
             if self._path.exists():
-                shutil.rmtree(self._path)  # somebody has cut it
+                shutil.rmtree(self._path)  # files of it have been removed
             path.rename(self._path)
         log.info("encoded matrices are kept in %s for the next run", self._path)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """No other process removes or names folders in this block."""
+        """Inside the block, no other process removes or names folders."""
         fd = _locked(self._all, waits=True)
         try:
             yield
@@ -129,15 +128,15 @@ class EncodedFolder:
             os.close(fd)
 
     def _remove_unfinished(self) -> None:
-        """Remove what processes have left unfinished that have ended."""
+        """Remove unfinished folders of processes that have ended."""
         for path in self._all.glob(f"{UNFINISHED}*"):
-            with suppress(OSError):  # somebody is making it
+            with suppress(OSError):  # another process is making it
                 os.close(_locked(path))
                 shutil.rmtree(path)
 
 
 def _locked(folder: Path, *, waits: bool = False) -> int:
-    """A descriptor of a folder that holds its lock; raises OSError where another has it, unless it waits for that."""
+    """A descriptor of a folder that holds its lock; raises OSError if another process has it, unless it `waits`."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
@@ -148,7 +147,7 @@ def _locked(folder: Path, *, waits: bool = False) -> int:
 
 
 def _sizes(path: Path) -> dict[str, int]:
-    """The bytes of each matrix of a folder; none where it is not there, or not all that it says is in it."""
+    """The bytes of each matrix of a folder; none if the folder is missing, or lacks one of its files."""
     with suppress(OSError, ValueError, KeyError):
         found: dict[str, int] = json.loads((path / INDEX).read_text())["matrices"]
         if all((path / name).stat().st_size == nbytes for name, nbytes in found.items()):
@@ -163,9 +162,9 @@ def _mapped(path: Path, nbytes: int) -> Tensor:
 def about(
     model_class: Any, name_or_path: Any, given: Mapping[str, Any], frozen: Frozen | None, skip: Sequence[str]
 ) -> dict[str, Any] | None:
-    """What encoded matrices of a checkpoint follow from; None where that is not known, as with a config that is given.
+    """What encoded matrices of a checkpoint depend on; None if that is not known, for example with a given config.
 
-    given: of `from_pretrained`. A folder of files is known by their sizes and times, one of the hub by its commit.
+    given: of `from_pretrained`. A folder is identified by its files' sizes and times, a model of the hub by its commit.
     """
     hub = ("revision", "cache_dir", "subfolder", "token", "local_files_only")
     settings = {name: each for name, each in given.items() if name not in hub[3:]}

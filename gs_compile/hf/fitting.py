@@ -1,4 +1,4 @@
-"""fitting: what is changed in a model of transformers, and in an Accelerator, so that they fit the backend."""
+"""fitting: changes of a model of transformers, and of an Accelerator, that the backend needs."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from gs_compile.runtime.groups import num_processes
 def fit(accelerator: Any, model: nn.Module, size: int, given: Mapping[str, Any]) -> tuple[dict[str, Any], Options]:
     """Change an Accelerator and a model, before it is compiled, so that they fit the backend.
 
-    Returns the model's options, as a dict and as they are checked: those of `from_pretrained`, over them those given,
-    and micro-batches of `size` samples where neither says. Raises OptionError for what cannot be followed.
+    Returns the model's options, as a dict and checked: those of `from_pretrained`, overridden by those given, and
+    micro-batches of `size` samples if neither says. Raises OptionError for settings that are not supported.
     """
     chosen = {"micro_batch_size": size, "outputs": "loss", **options_of(model, given)}
     checked = Options.of(chosen)
@@ -46,9 +46,9 @@ def fit(accelerator: Any, model: nn.Module, size: int, given: Mapping[str, Any])
 
 
 def _fit_for_capture(model: nn.Module) -> None:
-    """Leave out activation checkpointing, and have `generate` read from the tiers.
+    """Turn off activation checkpointing, and let `generate` read from the tiers.
 
-    Raises OptionError where a module has a hook on its backward, which runs layer by layer without the module.
+    Raises OptionError if a module has a backward hook: the backward runs layer by layer, without the module.
     """
     for name, module in model.named_modules():
         if found := backward_hooks(module):
@@ -65,14 +65,14 @@ def _fit_for_capture(model: nn.Module) -> None:
 
 
 def _leave_out_cache(module: nn.Module) -> None:
-    """As transformers does where it checkpoints: with a cache, attention sees no borders of sequences in one row."""
+    """Turn off the cache, as transformers does for checkpointing: with it, attention ignores borders of sequences."""
     config: Any = getattr(module, "config", None)
     if getattr(config, "use_cache", False):
         config.use_cache = False
 
 
 def _refuse_ranks(*_: Any, **__: Any) -> NoReturn:
-    """In the place of `update_and_allocate` of AdaLoRA and AdaMSS."""
+    """Replaces `update_and_allocate` of AdaLoRA and AdaMSS on several ranks."""
     raise ReleasedParameterError(
         "update_and_allocate: AdaLoRA chooses ranks by gradients, and AdaMSS subspaces, but those of parameters that "
         "live on the tiers are never in p.grad. Leave this call out, and the AdamssAsaCallback: all ranks stay init_r, "
@@ -81,7 +81,7 @@ def _refuse_ranks(*_: Any, **__: Any) -> NoReturn:
 
 
 def _stream_generation(model: nn.Module) -> None:
-    """Have `generate` read parameters as layers use them: its cache is no input that a compiled model takes."""
+    """Let `generate` read parameters as layers use them: a compiled model cannot take its cache."""
     generate = getattr(model, "generate", None)
     if generate is None or "generate" in vars(model):
         return
@@ -91,7 +91,7 @@ def _stream_generation(model: nn.Module) -> None:
     @wraps(generate)
     def streamed(*args: Any, **kwargs: Any) -> Any:
         if may_sync and _is_read_by_all(model):
-            kwargs["synced_gpus"] = True  # who is done goes on until all are
+            kwargs["synced_gpus"] = True  # ranks that are done go on until all are
         with streaming(model):
             return generate(*args, **kwargs)
 
@@ -99,14 +99,14 @@ def _stream_generation(model: nn.Module) -> None:
 
 
 def _is_read_by_all(model: nn.Module) -> bool:
-    """Whether all of torch's ranks read parameters together, so that each makes as many forwards as the others."""
+    """Whether all of torch's ranks read parameters together, so that each has to run the same number of forwards."""
     meshes = (residency_of(each).mesh for each in model.parameters() if is_offloaded(each))
     mesh = next((each for each in meshes if each is not None), None)
     return mesh is not None and mesh.size() == dist.get_world_size()
 
 
 def _leave_states(accelerator: Any) -> None:
-    """Have Accelerate leave the states of our optimizers where they are: it takes all of them to the device at once."""
+    """Let Accelerate not move the states of our optimizers: it would move all of them to the device at once."""
     ordinary = accelerator.prepare_optimizer
 
     def prepare_optimizer(optimizer: Any, device_placement: bool | None = None) -> Any:
@@ -117,10 +117,10 @@ def _leave_states(accelerator: Any) -> None:
 
 
 def _share_among_ranks(accelerator: Any, model: nn.Module, options: Mapping[str, Any]) -> None:
-    """Have Accelerate leave models out of DistributedDataParallel: the backend shares them among the ranks.
+    """Let Accelerate not wrap models in DistributedDataParallel: the backend shares them among the ranks.
 
-    What it saves and loads are whole tensors, as it knows no others. Raises OptionError where it knows of one process,
-    and there are several.
+    It saves and loads whole tensors, as it knows no others. Raises OptionError if it was made for one process, but
+    there are several.
     """
     if accelerator.num_processes == 1:
         if (number := num_processes()) > 1 and not {"group", "mesh"} & options.keys():

@@ -1,8 +1,8 @@
-"""frozen: checkpoints of transformers that are read to storage in a codec, matrix after matrix.
+"""frozen: checkpoints of transformers are read to storage in a codec, matrix by matrix.
 
-transformers has a quantizer encode what it has read of each parameter, or take the tensors that a quantized checkpoint
-has of it. This one keeps the bytes in a file and gives transformers a placeholder of the parameter's shape; when all is
-read, both become what the backend knows as a stashed parameter, and transformers' model is an ordinary one again.
+In transformers, a quantizer encodes each parameter after it is read, or takes the tensors that a quantized checkpoint
+has of it. This one keeps the bytes in a file, and gives transformers a placeholder of the parameter's shape. When
+everything is read, the two become a stashed parameter, and transformers' model is an ordinary one again.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from gs_compile.model.storage_init import NewTensorsInFiles
 from gs_compile.options import Frozen, Options
 from gs_compile.runtime.codecs import BLOCK, CODECS, TILE
 
-METHOD = "greedysnake"  # what transformers knows this by
-SCALES = "_scale_inv"  # after the name of a weight in FP8
+METHOD = "greedysnake"  # the name of this quantization in transformers
+SCALES = "_scale_inv"  # follows the name of a weight in FP8
 OF_4_BITS: Mapping[Any, Frozen] = {  # by bitsandbytes' type, and whether its scales are quantized, too
     ("nf4", True): "nf4",
     ("nf4", False): "nf4_single",
@@ -54,25 +54,25 @@ NAMES = {  # of the tensors that quantized checkpoints have of a weight; of mxfp
     ]
     for (of_bits, nested), codec in OF_4_BITS.items()
 }
-UNREAD = ("weight_format", "weight.quant_map", "weight.nested_quant_map")  # among them, as a codec says it itself
+UNREAD = ("weight_format", "weight.quant_map", "weight.nested_quant_map")  # of these, not needed: the codec has them
 
 
 @register_quantization_config(METHOD)
 class FrozenConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """What `from_pretrained` gives transformers in the place of a quantization config."""
+    """The quantization config that `from_pretrained` gives transformers."""
 
     def __init__(self, options: Options, files: NewTensorsInFiles, packed: Packed | None, kept: EncodedFolder) -> None:
-        """packed: how the weights of the checkpoint are, where they are decoded as they are read."""
+        """packed: the format of the checkpoint's weights, if they are decoded while they are read."""
         self.quant_method = METHOD
         self.options, self.files, self.packed, self.kept = options, files, packed, kept
         self.stored: dict[str, Tensor] = {}  # by name of a parameter
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As of the dict that transformers expects in the config of a quantized checkpoint."""
+        """As of a dict, which transformers expects in the config of a quantized checkpoint."""
         return getattr(self, name, default)
 
     def keep(self, name: str, stored: Tensor, like: Tensor) -> Tensor:
-        """Keep the bytes of a parameter, which are in a file; gives what transformers has in its place."""
+        """Keep the bytes of a parameter, which are in a file. Returns a placeholder for transformers."""
         self.stored[name] = stored
         return placeholder(like.shape, like.dtype, torch.device("cpu"))
 
@@ -97,7 +97,7 @@ class FrozenQuantizer(HfQuantizer):  # type: ignore[misc]
 
     @property
     def needed(self) -> list[str]:
-        """The ends of names of the tensors that a quantized matrix is not known without."""
+        """The ends of the names of the tensors that decoding a quantized matrix needs."""
         config: FrozenConfig = self.quantization_config
         if config.packed:
             return [*config.packed.needed]
@@ -106,7 +106,7 @@ class FrozenQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: Sequence[str] | None = None, **given: Any
     ) -> nn.Module:
-        """Raises OptionError, before time is lost, for a quantized checkpoint that lacks some of these tensors."""
+        """Raises OptionError for a quantized checkpoint that lacks `needed` tensors, before anything is read."""
         if self.pre_quantized:
             refuse_partial(checkpoint_files or (), self.needed)
         return model
@@ -119,7 +119,7 @@ class FrozenQuantizer(HfQuantizer):  # type: ignore[misc]
         return [WeightConverter([*names], "weight" if "weight" in names else "", [_Read(self)])]
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> list[Any]:
-        """Beside those above the model's own, of which some take scales, too."""
+        """The conversions above, and the model's own, some of which then take scales, too."""
         is_fp8 = self.pre_quantized and self.quantization_config.options.frozen == "fp8"
         found = [self._with_scales(each) if is_fp8 and _keeps_tiles(each) else each for each in weight_conversions]
         return found + self.get_weight_conversions()
@@ -137,7 +137,7 @@ class FrozenQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 class Ended(BaseException):
-    """Takes an error through transformers, which would keep it, read all other parameters and raise one of its own."""
+    """Carries an error through transformers, which would otherwise read all other parameters and raise its own."""
 
     def __init__(self, error: GreedySnakeError) -> None:
         self.error = error
@@ -145,7 +145,7 @@ class Ended(BaseException):
 
 @contextmanager
 def ending() -> Iterator[None]:
-    """An error that ended the reading of a parameter is raised as it is."""
+    """Inside the block, an `Ended` error is raised as the error that it carries."""
     try:
         yield
     except Ended as ended:
@@ -154,7 +154,7 @@ def ending() -> Iterator[None]:
 
 @contextmanager
 def _ends() -> Iterator[None]:
-    """An error of this package ends the reading at once."""
+    """Inside the block, an error of this package ends the reading at once."""
     try:
         yield
     except GreedySnakeError as error:
@@ -162,7 +162,7 @@ def _ends() -> Iterator[None]:
 
 
 class _Encode(ConversionOps):  # type: ignore[misc]
-    """Puts the values of a parameter to a file, encoded, and gives a placeholder for them."""
+    """Encodes the values of a parameter into a file, and returns a placeholder."""
 
     def __init__(self, config: FrozenConfig) -> None:
         self.config = config
@@ -182,9 +182,9 @@ class _Encode(ConversionOps):  # type: ignore[misc]
 
 
 class _Read(ConversionOps):  # type: ignore[misc]
-    """Takes the tensors of an encoded parameter as they are; those of a packed one it decodes, into a file.
+    """Takes the tensors of an encoded parameter as they are; decodes those of a packed one, into a file.
 
-    own: the model's converter that puts a parameter together of several in the checkpoint, as of experts.
+    own: the model's converter that combines several parameters of the checkpoint into one, such as those of experts.
     """
 
     def __init__(self, hf_quantizer: FrozenQuantizer, own: WeightConverter | None = None) -> None:
@@ -220,7 +220,7 @@ class _Read(ConversionOps):  # type: ignore[misc]
 
 
 def _keeps_tiles(conversion: Any) -> bool:
-    """Whether a converter of a model only puts whole weights together, so that it does the same to their scales."""
+    """Whether a model's converter only concatenates whole weights, so that it can do the same with their scales."""
     if not isinstance(conversion, WeightConverter) or len(conversion.target_patterns) > 1:
         return False
     first, *others = conversion.operations
@@ -231,9 +231,9 @@ def _keeps_tiles(conversion: Any) -> bool:
 def _put_together(
     own: WeightConverter, tensors: Mapping[str, list[Tensor]], path: str, given: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """The weight and its scales that a model's converter makes of those of several matrices.
+    """The weight and its scales that a model's converter makes from those of several matrices.
 
-    Raises OptionError where a tile with one scale would be of two of them.
+    Raises OptionError if a tile with one scale would belong to two of them.
     """
     dims = [operation.dim % 3 - 1 for operation in own.operations if isinstance(operation, Concatenate)]  # of a matrix
     has_scales = any(name + SCALES in tensors for name in own.source_patterns)
@@ -260,22 +260,22 @@ def in_codec(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if (block := state.get("blocksize", BLOCK)) != BLOCK:
             raise OptionError(f"the checkpoint has {block} elements in a block with one scale; {BLOCK} are read here")
         found["nested_offset"] = torch.tensor(state.get("nested_offset", 0.0), dtype=torch.float32)
-        found["weight"] = found["weight"].view(torch.uint8)  # whatever dtype bnb_4bit_quant_storage has
+        found["weight"] = found["weight"].view(torch.uint8)  # whatever dtype bnb_4bit_quant_storage asks for
     if (scales := found.get("weight_scale_inv")) is not None and scales.dtype == torch.uint8:
         found["weight_scale_inv"] = scales.view(torch.float8_e8m0fnu)  # exponents
     return found
 
 
 def _is_of_layer(name: str) -> bool:
-    """Whether a parameter is in a numbered module: before a capture that is what is known of layers."""
+    """Whether a parameter is in a numbered module: before a capture, these count as layers."""
     return any(map(str.isdecimal, name.split(".")))
 
 
 def finish(model: Any, config: FrozenConfig, unexpected: Collection[str]) -> None:
-    """Stash what was encoded, frozen; transformers' model is an ordinary one from here on.
+    """Stash what was encoded, frozen; transformers' model is an ordinary one afterwards.
 
-    unexpected: what of a checkpoint the model has no place for. Raises OptionError where a quantized one has weights of
-    layers among it: their scales, where transformers puts weights together, as of experts.
+    unexpected: the checkpoint's tensors for which the model has no place. Raises OptionError if a quantized one has
+    weights of layers among these: scales, if transformers combines weights, such as those of experts.
     """
     left = [name for name in unexpected if name.endswith(".weight") and _is_of_layer(name)]
     if left and model.hf_quantizer.pre_quantized:
@@ -292,7 +292,7 @@ def finish(model: Any, config: FrozenConfig, unexpected: Collection[str]) -> Non
 
 
 def become_ordinary(model: Any) -> None:
-    """transformers takes the model for one that was never quantized."""
+    """Make transformers treat the model as one that was never quantized."""
     model.hf_quantizer.remove_quantization_config(model)
     for module in model.modules():
         if hasattr(getattr(module, "config", None), "_is_quantized"):
@@ -300,13 +300,13 @@ def become_ordinary(model: Any) -> None:
 
 
 def _own(conversion: Any) -> Any:
-    """The model's own converter, where this package's has taken its place; None: there is none. To save the model."""
+    """The model's own converter, if this package's has replaced it, to save the model; None: there is none."""
     readings = [each for each in getattr(conversion, "operations", ()) if isinstance(each, _Read)]
     return readings[0].own if readings else conversion
 
 
 def known(config: Mapping[str, Any]) -> Frozen | None:
-    """The codec that a quantization config of transformers, as a dict, means; None: none of them."""
+    """The codec of a quantization config of transformers, as a dict; None: there is none for it."""
     of_4_bits = config.get("bnb_4bit_quant_type"), bool(config.get("bnb_4bit_use_double_quant"))
     if config.get("load_in_4bit"):
         return OF_4_BITS.get(of_4_bits)
@@ -320,7 +320,7 @@ def known(config: Mapping[str, Any]) -> Frozen | None:
 
 
 def decodes(config: Any) -> bool:
-    """Whether a quantization config of transformers turns what it reads into the model's dtype."""
+    """Whether a quantization config of transformers dequantizes what it reads into the model's dtype."""
     return bool(getattr(config, "dequantize", False)) or getattr(config, "run_compressed", None) is False
 
 
@@ -330,9 +330,9 @@ def skipped(config: Mapping[str, Any]) -> list[str]:
 
 
 def asked(frozen: Frozen | None, skip: Any, config: Any) -> tuple[Frozen | None, Any]:
-    """The codec that is asked for, and the modules that it skips: by name, or by a quantization config of transformers.
+    """The codec that is asked for, and the modules to skip: by name, or by a quantization config of transformers.
 
-    Raises OptionError for a config that means no codec.
+    Raises OptionError for a config for which there is no codec.
     """
     if config is None:
         return frozen, skip

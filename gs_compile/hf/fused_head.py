@@ -1,8 +1,8 @@
-"""fused_head: TRL's head of log-probabilities, in operations that a capture takes.
+"""fused_head: TRL's head of log-probabilities, in operations that can be captured.
 
-TRL's trainers replace the forward of their model: called with `fused_lm_head=True` it gives the log-probabilities of
-the labels, and works through the logits in tiles so as not to keep them. Dynamo cannot capture that. So the same
-results are written here as of all logits; `codegen.pieces` runs them on some tokens at a time.
+TRL's trainers replace the forward of their model: called with `fused_lm_head=True` it returns the log-probabilities of
+the labels, and works through the logits in tiles, so that they need no memory. Dynamo cannot capture that. So the same
+results are computed here from all logits; `codegen.pieces` runs this on some tokens at a time.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def has_fused_head(model: Any) -> bool:
 
 
 def make_capturable(model: Any) -> None:
-    """Give a model with a fused head one that computes the same and can be captured.
+    """Replace a model's fused head by one that computes the same and can be captured.
 
-    Raises OptionError for a head that computes in another dtype than the rest of the model, and VersionError where its
+    Raises OptionError for a head that computes in another dtype than the rest of the model, and VersionError if its
     settings are not where TRL 1.16 has them.
     """
     fused = _fused(model)
@@ -67,7 +67,7 @@ def _fused(model: Any) -> Any:
 
 
 def log_probabilities(logits: Tensor, labels: Tensor, results: tuple[str, ...], temperature: float) -> dict[str, Any]:
-    """What a fused head gives for each token, named as TRL has it; 0 where the label is ignored.
+    """The results of a fused head for each token, with TRL's names; 0 if the label is ignored.
 
     logits: (samples, tokens, vocabulary); labels: (samples, tokens). In float32.
     """

@@ -1,4 +1,4 @@
-"""gather: the batches of a step, put together."""
+"""gather: combine the batches of a step into one, and cut its outputs."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ from gs_compile.hf.images import entries_of
 from gs_compile.planner.cost.model import base_model
 
 IGNORED = -100  # a label that no loss counts
-# Where the sequences packed in a row begin, for attention that takes them so: `position_ids` tell the same.
+# Where the sequences that are packed in a row begin, for some attention kernels: `position_ids` say the same.
 _OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-_KEPT = "logits_to_keep"  # of how many last tokens a model gives logits; 0: of all
+_KEPT = "logits_to_keep"  # for how many last tokens a model returns logits; 0: for all
 _MASK, _TEXTS = "attention_mask", ("input_ids", "inputs_embeds")
 _ONE_LENGTH = (
     "pad all batches to one length (padding='max_length') or give gradient_accumulation_steps=1 and a larger "
     "per_device_train_batch_size"
 )
-_CHOSEN = {"start_positions", "end_positions"}  # labels that are chosen among all tokens, those of padding included
-# Of a model: without tokens where they are (samples, ...), of any width.
+_CHOSEN = {"start_positions", "end_positions"}  # labels that are places among all tokens, padding included
+# Outputs of a model that have no dimension of tokens: (samples, ...), of any width.
 _OF_SAMPLES = ("logits", "scores", "pooler_output", "sentence_embedding")
 
 
 class Padding(NamedTuple):
-    """token_id: to pad with. is_left: ahead of the tokens, where no batch of a step shows on which side its own is.
+    """How batches of a step are padded to one length.
 
-    may_move: what a model makes of tokens does not depend on how many are ahead of them. reads_last: it makes of a
-    sequence what it has at its last place, whatever is there; None: nobody knows, as it is the user's own. averages: it
-    makes of it the mean of all places. of_images: what only batches with images have, one image behind another.
-    labels: names of labels that do not say that they are.
+    token_id: to pad with. is_left: before the tokens, if no batch of a step shows on which side its padding is.
+    may_move: a model's results do not depend on how many places are before the tokens. reads_last: it reads the last
+    place of a sequence, whatever is there; None: not known, as it is the user's model. averages: it reads the mean of
+    all places. of_images: entries that only batches with images have, one image after the other. labels: names of
+    labels that do not look like labels.
     """
 
     token_id: int = 0
@@ -49,22 +50,22 @@ class Padding(NamedTuple):
     labels: frozenset[str] = frozenset()
 
     def is_left_of(self, batches: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether these are padded so, and a model that reads the last token finds it there."""
+        """Whether these batches are padded before the tokens, as a model that reads the last token may need."""
         return self.may_move and self._is_ahead(batches)
 
     def changes(self, batches: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether padding would be among the places that the model may read of each sequence."""
+        """Whether padding would be in places that the model may read of each sequence."""
         labels = (each for name, each in batches[0].items() if self.names_label(name) and isinstance(each, Tensor))
         is_of_samples = any(each.dim() == 1 or each.is_floating_point() for each in labels)
         may_read = is_of_samples and self._is_ahead(batches) if self.reads_last is None else self.reads_last
         return self.averages or (may_read and not self.is_left_of(batches))
 
     def names_label(self, name: str) -> bool:
-        """Whether an entry of a batch is a label by its name, as Trainer knows them."""
+        """Whether an entry of a batch is a label by its name, as in Trainer."""
         return "label" in name or name in self.labels
 
     def _is_ahead(self, batches: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether padding is ahead of the tokens, or else is to be there."""
+        """Whether padding is before the tokens, or, if there is none, should be."""
         masks = [each for batch in batches for each in _masks(batch) if each.dim() == 2]
         starts, ends = (any(not each[:, at].all() for each in masks) for at in (0, -1))
         return bool(masks) and not ends and (starts or self.is_left or self.reads_last is True)
@@ -74,7 +75,7 @@ RIGHT = Padding()
 
 
 def padding_of(model: Any, tokenizer: Any = None) -> Padding:
-    """The side is the tokenizer's, the token the model's, by which classifiers find the end of a sequence."""
+    """The padding for a model: on the tokenizer's side, with the model's token, by which classifiers find the end."""
     config = getattr(model, "config", None)
     known = (getattr(of, "pad_token_id", None) for of in (config, tokenizer))
     token_id = next((each for each in known if each is not None), 0)
@@ -82,27 +83,27 @@ def padding_of(model: Any, tokenizer: Any = None) -> Padding:
     may_move = config is None or not _has_place_embeddings(config)
     base = base_model(model)
     summary = getattr(base, "sequence_summary", None)
-    # Most classifiers of transformers look for the last token that is not padding's.
+    # Most classifiers of transformers look for the last token that is not padding.
     is_known = summary is not None or type(base).__module__.startswith("transformers.")
     kind = getattr(summary, "summary_type", "")
-    reads_last = kind in ("last", "cls_index") if is_known else None  # the last, where nobody names another
+    reads_last = kind in ("last", "cls_index") if is_known else None  # "cls_index" is the last, unless it is given
     return Padding(token_id, is_left, may_move, reads_last, averages=kind == "mean", of_images=entries_of(base))
 
 
 def _has_place_embeddings(config: Any) -> bool:
-    """Whether a model of transformers learns a vector for each place, as GPT-2; others rotate by distances."""
+    """Whether a model of transformers learns a vector for each place, as GPT-2 does; others use relative positions."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     rotates = any(getattr(text, name, None) for name in ("rope_parameters", "rope_theta", "rotary_dim", "alibi"))
     return not rotates and (getattr(text, "max_position_embeddings", None) or 0) > 0
 
 
 def gathered(batches: Sequence[Mapping[str, Any]], padding: Padding = RIGHT) -> Mapping[str, Any]:
-    """One batch of all samples, of the first one's type; shorter sequences are padded on the side that collators have.
+    """One batch of all samples, of the first batch's type; shorter sequences are padded on the collator's side.
 
-    Padding needs an attention mask, which then ends them, or position ids, by which it is one more of the sequences
-    that are packed in a row; labels there are ignored. Raises OptionError where batches have other entries than the
-    first, or would need padding and have neither, or labels that padding changes. Labels themselves need no mask, as
-    Whisper's, whose decoder has none. Some batches may have no images.
+    Padding needs an attention mask, which excludes it, or position ids, by which it is another one of the sequences
+    that are packed in a row; labels there are ignored. Raises OptionError if batches have other entries than the first,
+    or need padding and have neither mask nor position ids, or labels that padding would change. Labels themselves need
+    no mask, such as those of Whisper, whose decoder has none. Some batches may have no images.
     """
     first, every = batches[0], dict.fromkeys(itertools.chain.from_iterable(batches))
     if any(not every.keys() - batch.keys() <= padding.of_images for batch in batches):
@@ -121,7 +122,7 @@ def gathered(batches: Sequence[Mapping[str, Any]], padding: Padding = RIGHT) -> 
         joined[_KEPT] = _to_keep(batches)
     if not isinstance(first, MutableMapping):
         return joined
-    found = copy.copy(first)  # as tokenizers give, with a `to(device)` and attributes that loops use
+    found = copy.copy(first)  # a tokenizer's batch, with a `to(device)` and attributes that loops use
     for name in first.keys() - joined.keys():
         del found[name]
     found.update(joined)
@@ -129,12 +130,12 @@ def gathered(batches: Sequence[Mapping[str, Any]], padding: Padding = RIGHT) -> 
 
 
 def parted(outputs: Any, batches: Sequence[Mapping[str, Any]], padding: Padding = RIGHT) -> list[Any]:
-    """What a model has made of the gathered batches, for each of them.
+    """A model's outputs for the gathered batch, cut for each batch.
 
-    Tensors are (samples, tokens, ...), (samples, ...) or (samples * tokens, ...), as routers' logits; others are
-    refused where they are read. A loss is that of all batches, and each gets its share: the whole where it is a mean,
-    which Trainer divides by the number of batches. Of logits, each has those of as many last tokens of its own as it
-    has asked for. Tokens are a decoder's where there is one, but of what its encoder gives.
+    Tensors are (samples, tokens, ...), (samples, ...) or, like routers' logits, (samples * tokens, ...); others are
+    refused when they are read. A loss is that of all batches, and each gets its share: the whole if it is a mean, which
+    Trainer divides by the number of batches. Each batch gets the logits of as many of its last tokens as it has asked
+    for. If there is a decoder, tokens are the decoder's, except in outputs of its encoder.
     """
     named = outputs if isinstance(outputs, Mapping) else {}
     names = {id(each): name for name in named for each in tree_leaves(named[name])}
@@ -156,7 +157,7 @@ def parted(outputs: Any, batches: Sequence[Mapping[str, Any]], padding: Padding 
             return unread
         rows = (whole.unflatten(0, (num_samples, -1)) if is_flat else whole)[start : start + numbers[at]]
         missing = max(tokens) - tokens[at]
-        lengths = (max(tokens), max(tokens) - 1)  # which a shifted label leaves
+        lengths = (max(tokens), max(tokens) - 1)  # one less once labels are shifted
         own = slice(missing, None) if is_left and tokens is lengths_given else slice(None, -missing or None)
         if kept and whole is of_samples[0]:
             return rows[:, own][:, -kept:].contiguous()
@@ -177,7 +178,7 @@ def parted(outputs: Any, batches: Sequence[Mapping[str, Any]], padding: Padding 
 
 
 def _mapped(function: Callable[[Tensor], Any], outputs: Any) -> Any:
-    """Outputs with a function's results for tensors; a tokenizer's batch that a model has added to is no tree."""
+    """Outputs with a function's results in place of tensors. (A tokenizer's batch is not a pytree.)"""
     if isinstance(outputs, MutableMapping) and not isinstance(outputs, dict):
         found = copy.copy(outputs)
         found.update({name: _mapped(function, each) for name, each in outputs.items()})
@@ -186,7 +187,7 @@ def _mapped(function: Callable[[Tensor], Any], outputs: Any) -> Any:
 
 
 class _OfNoSamples(Tensor):
-    """In the place of an output that cannot be cut for the batches: an error as soon as it is read."""
+    """Stands for an output that cannot be cut for the batches: it raises an error when it is read."""
 
     what: str
 
@@ -200,7 +201,7 @@ class _OfNoSamples(Tensor):
 
 
 def _to_keep(batches: Sequence[Mapping[str, Any]]) -> Any:
-    """The last tokens of the gathered batch, among which are those whose logits each batch asks for."""
+    """The number of last tokens of the gathered batch that include those whose logits each batch asks for."""
     numbers, lengths = [batch[_KEPT] for batch in batches], [_size(batch)[1] for batch in batches]
     if len(batches) == 1:
         return numbers[0]
@@ -211,13 +212,13 @@ def _to_keep(batches: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _size(batch: Mapping[str, Any]) -> tuple[int, int]:
-    """Samples and tokens: those of the text where there is one, also behind images."""
+    """The numbers of samples and tokens: those of the text if there is one, also after images."""
     number, length, *_ = next(_tensors(batch)).shape
     return number, length
 
 
 def _tensors(batch: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The tensors of two dimensions and more, texts first; a tokenizer's batch is no dict."""
+    """The tensors of two dimensions and more, texts first. (A tokenizer's batch is not a dict.)"""
     for name in sorted(batch, key=lambda name: name not in _TEXTS):
         if isinstance(batch[name], Mapping):
             yield from _tensors(batch[name])
@@ -239,7 +240,7 @@ def _masks(batch: Mapping[str, Any]) -> Iterator[Tensor]:
 
 
 def _decoder_length(batch: Mapping[str, Any]) -> int:
-    """The tokens of a decoder: of its inputs, or the labels or inputs of the encoder that these are made of."""
+    """The number of a decoder's tokens: by its inputs, or by the labels or encoder inputs from which these are made."""
     given = (batch.get(name) for name in ("decoder_input_ids", "decoder_inputs_embeds", "labels"))
     found = (each.shape[1] for each in given if isinstance(each, Tensor) and each.dim() > 1)
     return next(found, _size(batch)[1])
@@ -265,7 +266,7 @@ def _joined(name: str, batches: Sequence[Mapping[str, Any]], padding: Padding) -
 
 
 def _is_stacked(value: Any, batch: Mapping[str, Any]) -> bool:
-    """Whether it has several numbers for each token ahead of the samples: positions of shape (3, samples, tokens)."""
+    """Whether it has a dimension before the samples, such as positions of shape (3, samples, tokens)."""
     return isinstance(value, Tensor) and value.dim() == 3 and value.shape[1:] == _size(batch) != value.shape[:2]
 
 
@@ -300,7 +301,7 @@ def _rows_joined(name: str, values: Sequence[Tensor], batches: Sequence[Mapping[
 
 
 def _is_label(name: str, values: Sequence[Tensor], padding: Padding) -> bool:
-    """Whether it has a label for each token, by its name, or as some of them are ignored."""
+    """Whether it has a label for each token: by its name, or because some are ignored."""
     dtype = values[0].dtype
     if dtype.is_floating_point or not dtype.is_signed or name.endswith("mask") or name in _TEXTS:
         return False
@@ -308,7 +309,7 @@ def _is_label(name: str, values: Sequence[Tensor], padding: Padding) -> bool:
 
 
 def _masked(name: str, value: Tensor) -> float:
-    """What leaves places out: 0, but in a mask of four dimensions that is added to the scores of tokens by tokens."""
+    """The value that excludes places: 0, except in a mask of four dimensions that is added to attention scores."""
     is_added = name.endswith(_MASK) and value.dim() > 3 and value.is_floating_point()
     return torch.finfo(value.dtype).min if is_added else 0
 

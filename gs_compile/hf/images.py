@@ -1,10 +1,10 @@
-"""images: models of images and texts, whose images are encoded ahead of each call.
+"""images: models of images and texts, whose images are encoded before each call.
 
-Qwen2-VL and its like loop over the sizes of images, as numbers (`image_grid_thw`), where they encode them and where
-they give tokens their positions; Idefics3 leaves images of padding out. No graph has that. But models of transformers
-also take what an encoder gives, as `mm_encoder_outputs`, and `position_ids`. So a hook makes these ahead of a call, as
-the model's own code does, in memory, and the call is of embeddings, layers, head and loss. There the rows of all images
-are one tensor, which `capture.ahead` deals out to the samples.
+Qwen2-VL and similar models loop over the sizes of images, as numbers (`image_grid_thw`), when they encode images and
+when they compute positions; Idefics3 skips images that are padding. A graph cannot do that. But models of transformers
+also take an encoder's outputs, as `mm_encoder_outputs`, and `position_ids`. So a hook computes these before a call,
+with the model's own code, in memory, and the call consists of embeddings, layers, head and loss. The rows of all images
+are one tensor, which `capture.ahead` distributes to the samples.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from gs_compile.model.tiered_optimizer import optimizers_of
 from gs_compile.planner.cost.model import base_model
 
 _KINDS = {"image": "pixel_values", "video": "pixel_values_videos"}
-_SIZES = {"image_grid_thw", "pixel_attention_mask"}  # which no graph reads
-_BESIDE = {"mm_token_type_ids", "second_per_grid_ts"}  # of which positions are made
+_SIZES = {"image_grid_thw", "pixel_attention_mask"}  # that a graph cannot read
+_BESIDE = {"mm_token_type_ids", "second_per_grid_ts"}  # from which positions are computed
 
 
 def encode_ahead(
@@ -60,7 +60,7 @@ def encode_ahead(
             _have_updates_wait(base)
         with (around or nullcontext)():
             made = _encoded(base, {**given})
-            if bring_back(_tensors(made)):  # what trains the encoder is in memory from now on
+            if bring_back(_tensors(made)):  # the encoder's trained parameters are in memory from now on
                 made = _encoded(base, given)
         return (), made
 
@@ -68,7 +68,8 @@ def encode_ahead(
 
 
 def _have_updates_wait(base: Any) -> None:
-    """Ahead of the first step: updates are clipped by gradients of the encoder, too, whether that has images or not."""
+    """Before the first step: the encoder's gradients count for clipping, so updates wait, also in steps without images.
+    """
     decoder, head = (getattr(base, f"get_{part}", lambda: None)() for part in ("decoder", "output_embeddings"))
     others = {each for part in (decoder, head) if part is not None for each in part.parameters()}
     trained = [each for each in base.parameters() if each.requires_grad and each not in others] if others else []
@@ -78,13 +79,13 @@ def _have_updates_wait(base: Any) -> None:
 
 
 def encode_for(accelerator: Any, model: nn.Module) -> None:
-    """`encode_ahead` of a model that has to have it, in the autocast of Accelerate."""
+    """Call `encode_ahead` for a model that needs it, in Accelerate's autocast."""
     if reads_sizes(model):
         encode_ahead(model, around=accelerator.autocast)
 
 
 def reads_sizes(model: Any) -> bool:
-    """Whether a model reads the sizes of its images as numbers, and can be given what its encoder makes."""
+    """Whether a model reads the sizes of its images as numbers, and takes its encoder's outputs as arguments."""
     base = base_model(model)
     return _takes_encoded(base) and not _SIZES.isdisjoint(_parameters(getattr(base, "get_image_features", None)))
 
@@ -94,7 +95,7 @@ def _takes_encoded(base: Any) -> bool:
 
 
 def entries_of(model: Any) -> frozenset[str]:
-    """What a batch has for its images and videos, where a model puts these at places of its texts, in their order."""
+    """The entries of a batch for images and videos, if a model puts these at places in its texts, in their order."""
     base = base_model(model)
     methods = (getattr(base, f"get_{kind}_features", None) for kind in _KINDS)
     return frozenset().union(*map(_parameters, methods)) if _takes_encoded(base) else frozenset()
@@ -105,7 +106,7 @@ def _parameters(method: Any) -> set[str]:
 
 
 def _encoded(base: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call, with what is made of images in their place; a call without images as it is."""
+    """The arguments of a call, with the encoder's outputs in place of images; without images as they are."""
     outputs, read = dict(given.get("mm_encoder_outputs") or {}), set(_BESIDE)
     for kind, values in _KINDS.items():
         method = getattr(base, f"get_{kind}_features", None)
@@ -128,9 +129,9 @@ def _encoded(base: Any, given: dict[str, Any]) -> dict[str, Any]:
 def _as_images(
     config: Any, given: dict[str, Any], outputs: dict[str, SimpleNamespace]
 ) -> tuple[dict[str, Any], dict[str, SimpleNamespace]]:
-    """Images and videos, as images alone: to put features of both in order, models count places, which no graph has.
+    """Images and videos, as images alone: to merge the features of both, models count places, which a graph cannot.
 
-    What is at the places of videos is given there, whichever token these have.
+    The places of videos get their features, whichever token is there.
     """
     ids = given["input_ids"]
     tokens = {kind: getattr(config, f"{kind}_token_id") for kind in outputs}
@@ -157,14 +158,14 @@ def _as_images(
 
 
 def _tensors(given: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """What an encoder has made, of the arguments of a call."""
+    """The tensors among the arguments of a call that an encoder has made."""
     for each in (given.get("mm_encoder_outputs") or {}).values():
         made = tree_leaves((each.pooler_output, getattr(each, "deepstack_features", None)))
         yield from (rows for rows in made if isinstance(rows, torch.Tensor))
 
 
 def _rows(found: Any) -> SimpleNamespace:
-    """What an encoder gives, with the rows of all images in one tensor: how many there are is no part of the graph."""
+    """An encoder's outputs, with the rows of all images in one tensor: the graph does not depend on their number."""
     features = getattr(found, "deepstack_features", None) or []
     rows = found.pooler_output
     rows = (torch.cat([*rows]),) if isinstance(rows, (list, tuple)) else rows

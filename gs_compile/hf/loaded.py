@@ -1,6 +1,6 @@
-"""loaded: a model whose matrices bitsandbytes quantized when transformers loaded it becomes an ordinary one.
+"""loaded: a model that transformers loaded with matrices quantized by bitsandbytes becomes an ordinary one.
 
-Their bytes go to files as they are, like those of a quantized checkpoint that `from_pretrained` reads (`frozen`).
+The bytes of its matrices go to files unchanged, like those of a quantized checkpoint that `from_pretrained` reads.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def take_over(model: Any, options: Options) -> None:
         _encode(module, dtype, files)
     files.drop_pages(down_to_nbytes=0)
     for module in model.modules():
-        if type(module).__module__ == "peft.tuners.lora.bnb":  # which merges into bitsandbytes' matrices alone
+        if type(module).__module__ == "peft.tuners.lora.bnb":  # it can merge only into bitsandbytes' matrices
             module.__class__, module.is_target_conv_1d_layer = sys.modules["peft.tuners.lora.layer"].Linear, False
     if hasattr(base, "hf_quantizer"):
         become_ordinary(base)
@@ -56,7 +56,7 @@ def take_over(model: Any, options: Options) -> None:
 
 
 def _encode(module: Any, dtype: torch.dtype, files: NewTensorsInFiles) -> None:
-    """dtype: of a matrix that has none of its own."""
+    """Encode a module's matrix. dtype: for a matrix without one of its own."""
     tensors: dict[str, torch.Tensor] = {}
     module._save_to_state_dict(tensors, "", keep_vars=False)
     tensors.pop("bias", None)

@@ -1,7 +1,7 @@
-"""loop: a training loop of one's own with accelerate, whose steps run layer-major.
+"""loop: the user's own training loop with Accelerate, whose steps run layer-major.
 
-Accelerate's `accumulate` makes a step of several forwards. Here the data loader brings all batches of a step at once,
-so each turn of the loop is a whole step: its loss is that of the step, and gradients are always in step.
+With Accelerate's `accumulate`, a step has several forwards. Here the data loader returns all batches of a step at once,
+so each iteration of the loop is a whole step: its loss is the step's, and gradients are always complete.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gs_compile.model.tiered_optimizer import TieredOptimizer
 
 log = logging.getLogger(__name__)
 
-# Of a data loader that is made anew.
+# Attributes of a data loader that its replacement gets.
 _KEPT = frozenset(
     "num_workers pin_memory timeout worker_init_fn multiprocessing_context generator prefetch_factor "
     "persistent_workers".split()
@@ -77,9 +77,9 @@ def prepare(
 
 
 def _places(given: Sequence[Any]) -> list[int]:
-    """Where the model, its optimizer and the loader of its data are among what is prepared, then where the others are.
+    """The indices of the model, its optimizer and its data loader among what is prepared, and then those of the others.
 
-    One of the three that is not found is where it is by default.
+    One of the three that is not found counts as being at its usual place.
     """
     kinds = (torch.nn.Module, torch.optim.Optimizer, DataLoader)
     first = [next((n for n, each in enumerate(given) if isinstance(each, kind)), at) for at, kind in enumerate(kinds)]
@@ -87,7 +87,7 @@ def _places(given: Sequence[Any]) -> list[int]:
 
 
 def _check(accelerator: Any, optimizer: Any, loader: Any) -> None:
-    """Refuse what cannot be followed, before anything is compiled."""
+    """Raise OptionError for what is not supported, before anything is compiled."""
     if not isinstance(optimizer, TieredOptimizer):
         raise OptionError(
             f"{type(optimizer).__name__} keeps its states in memory: make one of {OPTIMIZERS}, which take the same "
@@ -113,7 +113,7 @@ def _clip_grad_norm(
     max_norm: float,
     norm_type: float = 2,
 ) -> Any:
-    """The norm of all gradients, as the updates are clipped by it; `ordinary` for parameters of other optimizers."""
+    """The norm of all gradients, by which updates are clipped; for parameters of other optimizers calls `ordinary`."""
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     given = {parameter for parameter in parameters if parameter.requires_grad}
     own = {parameter for parameter in optimizer.group_of if parameter.requires_grad}
@@ -145,10 +145,10 @@ def _size_of_batches(accelerator: Any, loader: DataLoader[Any]) -> int:
 
 
 def gather_steps(prepared: Any, num_batches: int, size: int, padding: Padding) -> None:
-    """Have a loader that Accelerate has prepared return `num_batches` of its batches as one, collated one by one.
+    """Make a loader that Accelerate has prepared return `num_batches` of its batches as one, collated one by one.
 
-    size: of a batch that has none. The loader has a share of the batches for each process by then, so a step has those
-    that accumulation would have, the last one of an epoch, too.
+    size: of a batch, if the loader has none. The loader already has one process's share of the batches, so a step has
+    the batches that accumulation would have, also the last one of an epoch.
     """
     log.warning(
         "the loader returns the %d batches of a step as one, so its length counts steps from now on: the loop must not "
@@ -165,7 +165,7 @@ def gather_steps(prepared: Any, num_batches: int, size: int, padding: Padding) -
     else:
         steps = {"dataset": own.dataset, "batch_sampler": _Steps(own.batch_sampler, num_batches)}
     prepared.base_dataloader = type(own)(**steps, **kept)
-    prepared._drop_last = False  # what is to be left out is so by now
+    prepared._drop_last = False  # incomplete batches were left out already
 
 
 def _share(batch_sampler: Any) -> int:
@@ -175,7 +175,7 @@ def _share(batch_sampler: Any) -> int:
 
 
 class _Steps(BatchSampler):
-    """The indices of several batches as one. What Accelerate reads and sets of a batch sampler is of the one inside."""
+    """The indices of several batches as one. Accelerate reads and sets the attributes of the inner batch sampler."""
 
     def __init__(self, batch_sampler: Any, num_batches: int) -> None:
         self.batch_sampler = batch_sampler
@@ -198,7 +198,7 @@ class _Steps(BatchSampler):
         self._innermost.sampler = sampler
 
     def __getattr__(self, name: str) -> Any:
-        if name == "batch_sampler":  # in a copy that is being made
+        if name == "batch_sampler":  # while a copy is being made
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
 
@@ -212,7 +212,7 @@ class _Steps(BatchSampler):
 
 
 class _FullBatches(IterableDataset[Any]):
-    """The samples of another one, without those after the last batch that is full."""
+    """The samples of another dataset, without those after the last full batch."""
 
     def __init__(self, dataset: Any, size: int) -> None:
         self.dataset = dataset
@@ -227,12 +227,12 @@ class _FullBatches(IterableDataset[Any]):
         return len(self.dataset) // self.size * self.size
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # in a copy that is being made
+        if name == "dataset":  # while a copy is being made
             raise AttributeError(name)
         return getattr(self.dataset, name)  # such as `set_epoch`, which Accelerate calls
 
 
 def _collated(collate: Callable[[Any], Any], size: int, padding: Padding, samples: Sequence[Any]) -> Any:
-    """One batch of all samples, each `size` of them collated on their own where a batch is a mapping."""
+    """One batch of all samples; if batches are mappings, each `size` samples are collated by themselves."""
     batches = [collate(samples[start : start + size]) for start in range(0, len(samples), size)]
     return gathered(batches, padding) if isinstance(batches[0], Mapping) else collate(samples)

@@ -1,11 +1,11 @@
-"""packed: checkpoints with integers of few bits in words of 32, decoded into the model's dtype as they are read.
+"""packed: checkpoints with integers of few bits in words of 32 bits, decoded into the model's dtype when they are read.
 
     gptq                  words along the inputs of a matrix     (q - zero - 1) * scale; of version 2 without the 1
     compressed-tensors    "pack-quantized": the same, its matrix transposed      (q - zero) * scale
     awq                   "gemm": words along its outputs, in an order of their own      the same
 
-Zeros and scales are of groups of inputs: of neighbours, or as "g_idx" has it where inputs were quantized in the order
-of their activations. Values are computed in the dtype of the scales, as by the libraries of these forms.
+Zeros and scales are those of groups of inputs: consecutive ones, or by "g_idx" if inputs were quantized in the order of
+their activations. Values are computed in the dtype of the scales, as in the libraries of these formats.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ NAMES = {  # of the tensors that stand for a weight
     "awq": ("qweight", "qzeros", "scales"),
     "compressed-tensors": ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
 }
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # of a word's integers, where each of its 8 outputs is
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of each of its 8 outputs
 
 
 @dataclass(frozen=True)
 class Packed:
     """How the weights of a checkpoint are packed.
 
-    group_size: inputs with one scale; None: all have the same. zero: what is added to zeros that are stored. needed:
-    the tensors that a weight cannot be decoded without.
+    group_size: inputs with one scale; None: all have the same. zero: a number that is added to stored zeros. needed:
+    the tensors that decoding a weight needs.
     """
 
     method: str
@@ -47,7 +47,7 @@ class Packed:
         return NAMES[self.method]
 
     def decode(self, tensors: Mapping[str, Tensor], out: Tensor) -> None:
-        """Write the values of a weight that has all the tensors it needs to `out`, of shape [outputs, inputs]."""
+        """Write the values of a weight, which has all needed tensors, to `out`, of shape [outputs, inputs]."""
         words, zeros, scales, groups = self._in_gptq_order(tensors, *out.shape)
         dim, num_inputs = int(self.method == "awq"), out.shape[1]
         words_per_input = 1 if dim else self.bits / WORD
@@ -60,7 +60,7 @@ class Packed:
             out[:, start : start + step].copy_(values.T)
 
     def _in_gptq_order(self, tensors: Mapping[str, Tensor], num_outputs: int, num_inputs: int) -> tuple[Tensor, ...]:
-        """Words, zeros as integers, scales, [groups, outputs] each of these two, and the group of each input."""
+        """The words; zeros as integers and scales, each [groups, outputs]; and the group of each input."""
         if self.method == "compressed-tensors":
             words, scales = tensors["weight_packed"].T, tensors["weight_scale"].T
             packed, groups = tensors.get("weight_zero_point"), tensors.get("weight_g_idx")
@@ -85,7 +85,7 @@ class Packed:
 
 
 def packed(config: Mapping[str, Any]) -> Packed | None:
-    """How a quantization config of transformers, as a dict, says that weights are packed; None: in no form of these."""
+    """How weights are packed by a quantization config of transformers, as a dict; None: in none of these formats."""
     method = config.get("quant_method")
     bits, size = config.get("bits", config.get("w_bit")), config.get("group_size", config.get("q_group_size"))
     size = None if size in (None, -1) else size
@@ -100,7 +100,7 @@ def packed(config: Mapping[str, Any]) -> Packed | None:
 
 
 def _compressed(config: Mapping[str, Any]) -> Packed | None:
-    """What a config of compressed-tensors says, where all weights are packed alike."""
+    """The same for a config of compressed-tensors, if all weights are packed in the same way."""
     forms = set()
     for group in (config.get("config_groups") or {}).values():
         weights, form = group.get("weights") or {}, group.get("format") or config.get("format")

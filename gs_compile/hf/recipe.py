@@ -39,7 +39,7 @@ class Recipe:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Recipe:
-        """Raises OptionError for entries that are unknown, missing or of no use, and options that are wrong."""
+        """The run of a dict; raises OptionError for entries that are unknown, missing or useless, and wrong options."""
         given = {name: each for name, each in given.items() if each is not None or name not in ("options", "args")}
         for name in ("model", "data"):
             if not given.get(name):
@@ -59,7 +59,7 @@ class Recipe:
 
 
 def trainer_of(recipe: Recipe) -> Any:
-    """The SFTTrainer of a run, attached. Raises OptionError for what its libraries do not know."""
+    """The SFTTrainer of a run, attached. Raises OptionError for entries that its libraries refuse."""
     try:
         import peft
         import transformers
@@ -73,7 +73,7 @@ def trainer_of(recipe: Recipe) -> Any:
     data = {"train_dataset": _samples(recipe.data, args.dataset_text_field)}
     if recipe.eval_data:
         data["eval_dataset"] = _samples(recipe.eval_data, args.dataset_text_field)
-    transformers.set_seed(args.seed)  # before a model is drawn
+    transformers.set_seed(args.seed)  # before a model's initial values are drawn
     model, tokenizer = _model(recipe), _tokenizer(recipe)
     if len(tokenizer) > model.config.get_text_config().vocab_size:
         raise OptionError(
@@ -86,18 +86,18 @@ def trainer_of(recipe: Recipe) -> Any:
 
 
 def _at_home(path: Any) -> Any:
-    """A path that begins with the user's home as it is without "~"; others, and ids of the hub, as they are."""
+    """A path with "~" expanded; other paths, and ids of the hub, as they are."""
     return str(Path(path).expanduser()) if str(path).startswith("~/") else path
 
 
 def _with_words(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Strategies of which YAML has read the word no as False."""
+    """The arguments, with strategies "no" restored, which YAML has read as False."""
     return {name: "no" if each is False and name.endswith("_strategy") else each for name, each in args.items()}
 
 
 @contextmanager
 def _named(section: str) -> Iterator[None]:
-    """Say of which section of a recipe a library complains."""
+    """Name the section of a recipe in errors of libraries."""
     try:
         yield
     except GreedySnakeError:

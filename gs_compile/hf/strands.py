@@ -1,7 +1,7 @@
-"""strands: functions that run side by side, one at a time, so that what they ask for is answered at once.
+"""strands: functions that run interleaved, one at a time, so that all of their questions are answered together.
 
-Each has a thread of its own, as autograd and autocast keep their modes by thread; a thread that has asked waits for its
-answer while others run.
+Each has a thread of its own, as autograd and autocast keep their modes by thread. A thread that has asked a question
+waits for the answer while others run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class _Abandoned(BaseException):
-    """Ends a strand that nobody waits for, whatever it asks."""
+    """Ends a strand that is abandoned, at its question."""
 
 
 class _Strand(threading.Thread):
@@ -21,14 +21,14 @@ class _Strand(threading.Thread):
         super().__init__(daemon=True)
         self.function = function
         self.to: SimpleQueue[Any] = SimpleQueue()  # answers
-        self.back: SimpleQueue[bool] = SimpleQueue()  # the strand has asked, or come to its end
+        self.back: SimpleQueue[bool] = SimpleQueue()  # True: the strand has asked; False: it has ended
         self.question: Any = None
         self.is_abandoned = False
         self.result: Any = None
         self.error: BaseException | None = None
 
     def resume(self, answer: Any = None) -> bool:
-        """Run on to the next question; False where the function has come to its end."""
+        """Run to the next question; False if the function has ended."""
         if self.ident is None:
             self.start()
         else:
@@ -36,7 +36,7 @@ class _Strand(threading.Thread):
         return self.back.get()
 
     def end(self) -> None:
-        """Return when the thread has come to its end, wherever it is."""
+        """End the thread, wherever it is; returns when it has ended."""
         if self.ident is not None:
             self.is_abandoned = True
             self.to.put(None)
@@ -51,9 +51,9 @@ class _Strand(threading.Thread):
 
 
 def run(functions: Sequence[Callable[[], Any]], answer: Callable[[Sequence[Any]], Sequence[Any]]) -> list[Any]:
-    """The results of all functions. `answer` gets the questions of all that have one, and gives each its answer.
+    """The results of all functions. `answer` gets the questions of all that have one, and returns their answers.
 
-    An error of a function, or of `answer`, is raised here; the other functions end where they are.
+    An error of a function, or of `answer`, is raised here; the other functions are ended where they are.
     """
     strands = asking = [_Strand(function) for function in functions]
     answers: Sequence[Any] = [None] * len(strands)
@@ -71,7 +71,7 @@ def run(functions: Sequence[Callable[[], Any]], answer: Callable[[Sequence[Any]]
 
 
 def ask(question: Any) -> Any:
-    """The answer to a question of the strand that runs."""
+    """The answer to a question of the running strand."""
     strand = threading.current_thread()
     assert isinstance(strand, _Strand)
     if not strand.is_abandoned:  # else it asks as it ends
@@ -84,5 +84,5 @@ def ask(question: Any) -> Any:
 
 
 def in_strand() -> bool:
-    """Whether a strand runs."""
+    """Whether the calling code runs in a strand."""
     return isinstance(threading.current_thread(), _Strand)

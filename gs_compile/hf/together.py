@@ -1,4 +1,4 @@
-"""together: calls of a compiled model that strands make, made as one call for the batches of all."""
+"""together: calls of a compiled model by several strands become one call with the batches of all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class _Question:
-    """A model's call with a batch."""
+    """A strand's call of a model with a batch."""
 
     call: Callable[..., Any]
     batch: Mapping[str, Any]
@@ -36,23 +36,23 @@ class _Question:
 class AskedModel:
     """A model that is compiled in place, and runs in a context. Strands ask for its results; `answered` calls it."""
 
-    is_for_its_loss = False  # those who call the model with gradients are known to read its loss alone, or to ask
+    is_for_its_loss = False  # callers with gradients read only the loss, or get `ReadsMore`
 
     def __init__(
         self, model: Any, options: dict[str, Any], around: Callable[[], AbstractContextManager[Any]] = nullcontext
     ) -> None:
-        """options: get what the model is compiled with, where it needs something else."""
+        """options: of the backend; entries are changed here if the model needs others."""
         self.model, self.options, self.around, self.base = model, options, around, base_model(model)
-        self.gives_all_to_others = False  # than who calls it for its loss: all outputs, from their first call on
+        self.gives_all_to_others = False  # set by the first caller that wants more than the loss
         self._own_forward: Any = None
         self._asking_forward: Any = None
         if has_fused_head(self.base):
             make_capturable(self.base)
-            options["outputs"] = "all"  # a loss that it gives, as that of routers, is a term of the trainer's
+            options["outputs"] = "all"  # the model's own loss, such as the routers', is only a term of the trainer's
         self.compile_within(options["micro_batch_size"])
 
     def compile_within(self, most_samples: int, **changes: Any) -> None:
-        """Compile the model, again if it is, with micro-batches of so many samples at most, and other options."""
+        """Compile the model, if necessary again, with micro-batches of at most so many samples, and other options."""
         self.options.update(changes)
         self._most_samples = most_samples
         size = min(most_samples, self.options["micro_batch_size"])
@@ -61,9 +61,9 @@ class AskedModel:
 
     @contextmanager
     def wrappable(self) -> Iterator[None]:
-        """While it lasts, the model's forward is its compiled call, so that a loss may put a function around it.
+        """Inside the block, the model's forward is its compiled call, so that a loss may wrap the forward.
 
-        MatryoshkaLoss keeps what the forward returns. Otherwise its function would be compiled with the model.
+        For example, MatryoshkaLoss keeps what the forward returns. Its wrapper would otherwise be compiled, too.
         """
 
         @wraps(self.model.forward)
@@ -80,7 +80,7 @@ class AskedModel:
 
     @contextmanager
     def _forward(self, forward: Any) -> Iterator[None]:
-        """While it lasts, the model has this forward; None: that of its class."""
+        """Inside the block, the model has this forward; None: that of its class."""
         before = vars(self.model).get("forward")
         _set_forward(self.model, forward)
         try:
@@ -117,7 +117,7 @@ def _set_forward(model: Any, forward: Any) -> None:
 
 @cache
 def _watched(kind: Any) -> Any:
-    """A kind of transformers' outputs, of which all but the loss was left out."""
+    """A subclass of transformers' outputs of which only the loss was computed: other entries raise `ReadsMore`."""
     names, places = {field.name for field in fields(kind)} - {"loss"}, range(len(fields(kind)))
 
     def found(name: Any, value: Any) -> Any:
@@ -147,7 +147,7 @@ def _watched(kind: Any) -> Any:
 
 
 def _names(model: Any, base: Any) -> list[str]:
-    """The names of the arguments of a model's forward; adapters without a task hand theirs on as ``*args``."""
+    """The names of the arguments of a model's forward; adapters without a task pass theirs on as ``*args``."""
     names = inspect.signature(model.forward).parameters
     hands_on = any(each.kind is each.VAR_POSITIONAL for each in names.values())
     return list(inspect.signature(base.forward).parameters if hands_on else names)
@@ -163,8 +163,8 @@ def stored_reference(
 
     Returns the optimizer that holds them, and the compiled model.
 
-    options: of the model that is trained; given: in what this one differs, over what it has of `from_pretrained`;
-    autocast: what Accelerate has wrapped its forward in. Raises OptionError where there is no model.
+    options: of the model that is trained; given: options of this one, which override those of `from_pretrained`;
+    autocast: the context in which Accelerate runs its forward. Raises OptionError if there is no model.
     """
     if model is None:
         raise OptionError(
@@ -176,13 +176,13 @@ def stored_reference(
 
 
 class ReadsMore(Exception):  # noqa: N818  what a loss does, and no fault of it
-    """A loss reads more of what the model returns than the model's own loss, which is all that there is."""
+    """A loss reads more of the model's outputs than the model's own loss, which alone was computed."""
 
 
 def answered(questions: Sequence[_Question], padding: Padding, *, has_loss_alone: bool) -> list[Any]:
-    """What each call would have returned; calls of one model in one mode are made as one.
+    """What each call would have returned; calls of one model in one mode become one call.
 
-    has_loss_alone: whoever reads another output gets `ReadsMore`, also who only asks whether it is there.
+    has_loss_alone: reading another output raises `ReadsMore`, and so does asking whether there is one.
     """
     answers: dict[_Question, Any] = {}
     for question in questions:

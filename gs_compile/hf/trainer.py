@@ -1,7 +1,7 @@
-"""trainer: a transformers.Trainer, or one that derives from it as TRL's do, whose steps run layer-major.
+"""trainer: a transformers.Trainer, or a subclass such as TRL's, whose steps run layer-major.
 
-Trainer makes a step of several forwards and backwards. Here its batches are gathered, and the last of a step brings all
-of them to the model at once; the backend cuts them into micro-batches again.
+In Trainer, a step has several forwards and backwards. Here its batches are gathered, and with the last one of a step
+the model gets all of them at once; the backend cuts them into micro-batches again.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ log = logging.getLogger(__name__)
 
 _Trainer: Any = object  # of transformers: the other base of whoever has the class
 _EQUIVALENT = {torch.optim.AdamW: AdamW, torch.optim.Adam: Adam, torch.optim.SGD: SGD}
-# TrainingArguments.optim of bitsandbytes and torchao, which need not be installed: pages are what the tiers are for.
+# TrainingArguments.optim of bitsandbytes and torchao, which need not be installed. Paging is what the tiers do.
 _LIONS = dict.fromkeys(("lion_32bit", "paged_lion_32bit", "lion_8bit", "paged_lion_8bit"), Lion)
 _ADAMWS = ("paged_adamw_32bit", "paged_adamw_8bit", "adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit")
 _OF_OTHERS: dict[str, type[TieredOptimizer]] = _LIONS | dict.fromkeys(_ADAMWS, AdamW)
 _SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "maximize")
-_PARAMETERS = ("params", "model", "optimizer_dict")  # which Trainer takes out of an optimizer's settings
+_PARAMETERS = ("params", "model", "optimizer_dict")  # entries that Trainer removes from an optimizer's settings
 
 
 def attach(trainer: Any, *, reference: Mapping[str, Any] | None = None, **options: Any) -> None:
@@ -67,7 +67,7 @@ def attach(trainer: Any, *, reference: Mapping[str, Any] | None = None, **option
 
 
 class TrainerMixin(DurableTrainer):
-    """For those who derive a Trainer of their own: ``class Mine(TrainerMixin, Trainer)``, then `run_layer_major`."""
+    """A mixin for a user's own Trainer: ``class Mine(TrainerMixin, Trainer)``; then call `run_layer_major`."""
 
     optimizer: Any
     optimizer_cls_and_kwargs: Any
@@ -93,9 +93,9 @@ class TrainerMixin(DurableTrainer):
         equivalent = self.get_optimizer_cls_and_kwargs() if self.optimizer is None else None
         packs = isinstance(self.data_collator, DataCollatorWithFlattening) or getattr(self, "padding_free", False)
         size = 1 if packs else args.per_device_train_batch_size  # a batch is one row
-        known = {} if self.label_smoother is None else {"outputs": "all"}  # the loss is of logits
+        known = {} if self.label_smoother is None else {"outputs": "all"}  # its loss reads logits
         chosen, asked = fit(self.accelerator, self.model, size, known | options)  # refuses what is wrong first
-        if self.optimizer is None:  # what was not given stays so: a create_optimizer may ask for it
+        if self.optimizer is None:  # what was not given stays None: a create_optimizer may look at it
             self.optimizer_cls_and_kwargs = self.optimizer_cls_and_kwargs and equivalent
         else:
             self.optimizer.max_grad_norm = _bound(args) or self.optimizer.max_grad_norm
@@ -103,7 +103,7 @@ class TrainerMixin(DurableTrainer):
             log.info("use_liger_kernel is left out: layers are compiled, and head and loss run in pieces")
         args.gradient_checkpointing = args.activation_checkpointing = args.use_liger_kernel = False
         self._options = asked if asked.durability else None
-        chosen["resume"] = None  # `train` sees to it
+        chosen["resume"] = None  # `train` resumes
         overrides = type(self).compute_loss is not Trainer.compute_loss
         self._has_own_loss = overrides or self.compute_loss_func is not None or self.label_smoother is not None
         encode_for(self.accelerator, self.model)
@@ -115,8 +115,8 @@ class TrainerMixin(DurableTrainer):
         second = getattr(self, "ref_model", None)
         if reference is not None or (second is not None and any(map(is_offloaded, second.parameters()))):
             apart = {"storage": [each / "reference" for each in asked.storage]} if asked.durability else {}
-            given = apart | dict(reference or {})  # called first, it would have the folder of the durable run
-            first = {**chosen, "durability": "off"}  # what is never trained has no steps
+            given = apart | dict(reference or {})  # it may be called first, and must not take the durable run's folder
+            first = {**chosen, "durability": "off"}  # a model that is never trained has no steps
             self._reference_optimizer, compiled = stored_reference(second, first, given, self.accelerator.autocast)
             self._compiled.append(compiled)
         if not isinstance(self, _Gathering):
@@ -125,19 +125,19 @@ class TrainerMixin(DurableTrainer):
     # Trainer's own methods -------------------------------------------------------------------------------------------
 
     def _hp_search_setup(self, trial: Any) -> None:
-        """Trainer's. The model that `train` has just made by `model_init` runs layer-major, as the arguments say."""
+        """Trainer's; then the model that `train` has just made by `model_init` runs layer-major, too."""
         super()._hp_search_setup(trial)
         if self.model_init is not None:
             self.optimizer_cls_and_kwargs = self._asked_optimizer
             self.run_layer_major(**self._asked)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """The batches of the next step; one that was broken off is forgotten."""
+        """The batches of the next step; those of a step that was interrupted are dropped."""
         self._batches = []
         return super().get_batch_samples(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's; with fp16 it divides by the loss scale. One that makes torch's own gets the equivalent of it."""
+        """Trainer's; with fp16 the optimizer divides by the loss scale. Torch's own is replaced by its equivalent."""
         found = super().create_optimizer(*args, **kwargs)
         if not isinstance(unwrapped(found), TieredOptimizer):  # Accelerate has wrapped one that was made before
             self.optimizer = found = self._in_place_of(found)
@@ -155,7 +155,7 @@ class TrainerMixin(DurableTrainer):
         return self._tiered_optimizer.grad_norm
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """The model's values are read as they are written; of several ranks the first writes, and all read."""
+        """Trainer's; values are read as they are written. With several ranks the first writes, and all read."""
         with on_first_rank(self.model), streamed(self.model) as values:
             super()._save(output_dir, state_dict or values)
 
@@ -164,12 +164,12 @@ class TrainerMixin(DurableTrainer):
             super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """States stay in their file until they go to the tiers."""
+        """Trainer's; states stay in their file until they go to the tiers."""
         with serialization.config.patch({"load.mmap": True}):  # type: ignore[attr-defined]
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """With the numbers of the step before (`gs_compile.metrics`), as ``gs/ssd_read_bytes``."""
+        """Trainer's, with the numbers of the last step (`gs_compile.metrics`), as ``gs/ssd_read_bytes``."""
         step = self._tiered_optimizer.last_step if isinstance(self.optimizer, torch.optim.Optimizer) else None
         if step is not None and "loss" in logs:
             logs |= {f"gs/{name}": value for name, value in step.metrics().items()}
@@ -179,16 +179,15 @@ class TrainerMixin(DurableTrainer):
 
     @contextmanager
     def _smaller_if_too_large(self) -> Iterator[None]:
-        """With `auto_find_batch_size`: micro-batches follow the batch, and Accelerate learns of one that does not fit.
-
-        It tries the run again with a smaller batch after a RuntimeError that says so in words that it knows.
+        """With `auto_find_batch_size`, micro-batches follow the batch size, and Accelerate learns of a batch that does
+        not fit: after a RuntimeError with words that it knows, it tries a smaller one.
         """
         if not self.args.auto_find_batch_size:
             yield
             return
         if self._batch_size != self._train_batch_size:
             self._batch_size = self._train_batch_size
-            torch.compiler.reset()  # Dynamo compiles a model a few times only
+            torch.compiler.reset()  # Dynamo compiles a model only a few times
             for compiled in self._compiled:
                 compiled.compile_within(self._batch_size)
         try:
@@ -211,7 +210,7 @@ class TrainerMixin(DurableTrainer):
         return found._replace(labels=frozenset(self.label_names))
 
     def get_optimizer_cls_and_kwargs(self, *_: Any, **__: Any) -> tuple[type[TieredOptimizer], dict[str, Any]]:
-        """This package's optimizer for what the arguments ask for, and its settings."""
+        """This package's optimizer for the arguments, and its settings."""
         args, name = self.args, str(getattr(self.args.optim, "value", self.args.optim))
         kind: Any = _OF_OTHERS.get(name) if self.optimizer_cls_and_kwargs is None else None
         if kind is not None:
@@ -229,12 +228,12 @@ class TrainerMixin(DurableTrainer):
                 "Trainer optimizers=(optimizer, None)"
             )
         refuse_other_rules(name, settings)
-        if found is not kind:  # without what says how torch computes
+        if found is not kind:  # without settings of how torch computes
             settings = {key: value for key, value in settings.items() if key in _SETTINGS + _PARAMETERS}
         return found, {**settings, "max_grad_norm": _bound(args) or settings.get("max_grad_norm")}
 
     def _in_place_of(self, optimizer: Any) -> TieredOptimizer:
-        """This package's equivalent of an optimizer that a `create_optimizer` of the user's own has made."""
+        """This package's equivalent of an optimizer that the user's own `create_optimizer` has made."""
         kind: type[TieredOptimizer] | None = _EQUIVALENT.get(type(optimizer))
         if kind is None:
             raise OptionError(
@@ -250,24 +249,24 @@ class TrainerMixin(DurableTrainer):
 
 
 class _Gathering(_Trainer):  # type: ignore[misc]
-    """What stands between Trainer and those that derive from it: where it would train on a batch, batches are gathered.
+    """Stands between Trainer and its subclasses: where Trainer would train on a batch, batches are gathered.
 
-    So what these do in a `training_step` of their own is done with each batch, as it comes.
+    So the `training_step` of a subclass runs for each batch, when the batch comes.
     """
 
     _batches: list[Any]
     _compiled: list[AskedModel]  # the model, and its reference if it is stored
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's; where the loss is all that is asked for, and the model computes it, it makes nothing else."""
+        """Trainer's; if only the loss is asked for, and the model computes it, nothing else is computed."""
         is_alone = prediction_loss_only and not self._has_own_loss
         with loss_alone() if is_alone else self._compiled[0].wrappable():
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Gather a batch; with the last of a step, run them all. The losses of a step add up to its own.
+        """Gather a batch; with the last one of a step, run all of them. The returned losses add up to the step's.
 
-        Each batch is prepared when it comes: trainers of TRL's that generate texts do so there, and count batches.
+        Each batch is prepared when it comes: some trainers of TRL generate texts there, and count batches.
         """
         model.train()
         with self._smaller_if_too_large():
@@ -286,11 +285,11 @@ class _Gathering(_Trainer):  # type: ignore[misc]
             return super().training_step(model, batch, num_items_in_batch)  # type: ignore[no-any-return]
 
     def _own_training_step(self, model: Any, batches: list[Any], num_items_in_batch: Any) -> torch.Tensor:
-        """Each batch's loss is computed by itself; they meet where they call the model, which runs once for all."""
+        """Each batch's loss is computed by itself, in a strand; the model runs once for the calls of all."""
         compute = self.compute_loss
 
         def loss_of(*args: Any, **kwargs: Any) -> Any:
-            with self.compute_loss_context_manager():  # a thread's own, as a strand is one
+            with self.compute_loss_context_manager():  # it holds for one thread, and a strand is one
                 return compute(*args, **kwargs)
 
         def losses_of(model: Any, batches: list[Any], **kwargs: Any) -> list[torch.Tensor]:
@@ -304,7 +303,7 @@ class _Gathering(_Trainer):  # type: ignore[misc]
                 return torch.stack(losses_of(*args, **kwargs)).sum()
             except ReadsMore:
                 pass
-            except (AttributeError, TypeError) as error:  # of a model that returns what is no dataclass
+            except (AttributeError, TypeError) as error:  # the model does not return a dataclass
                 if "NoneType" not in str(error) or "outputs" in self._asked:
                     raise
             log.info("compute_loss seems to read other outputs than the loss, which the model returns from now on")
@@ -318,7 +317,7 @@ class _Gathering(_Trainer):  # type: ignore[misc]
 
 @contextmanager
 def _replaced(holder: Any, **attributes: Any) -> Iterator[None]:
-    """While the context lasts, these take the place of an object's attributes, which are those of its class."""
+    """Inside the block, an object has these attributes in place of its class's."""
     vars(holder).update(attributes)
     try:
         yield
@@ -328,13 +327,13 @@ def _replaced(holder: Any, **attributes: Any) -> Iterator[None]:
 
 
 def _in_front(mixin: type, kind: type) -> type:
-    """A kind of Trainer whose methods are those of `mixin` first.
+    """A subclass of a Trainer in whose method resolution order `mixin` comes first.
 
-    `kind` is its first base all the same, as objects of a class that begins with ABC, or with Generic, which have no
-    attributes, can only become those of a class that begins so too.
+    Its first base is `kind` all the same: objects of a class that begins with ABC or Generic, which have no attributes,
+    can only become those of a class that begins so too.
     """
 
-    class InFront(type(kind)):  # type: ignore[misc]  # the class of an abstract class is another one
+    class InFront(type(kind)):  # type: ignore[misc]  # an abstract class has another metaclass
         def mro(cls) -> list[type]:
             first = mixin.__mro__[:-1]
             return [cls, *first, *(each for each in super().mro()[1:] if each not in first)]
@@ -344,7 +343,7 @@ def _in_front(mixin: type, kind: type) -> type:
 
 
 def _gathers(kind: type) -> type:
-    """A kind of Trainer, with `_Gathering` next to Trainer itself."""
+    """A subclass of a Trainer, with `_Gathering` directly before Trainer itself."""
     from transformers import Trainer
 
     between = type("Gathering", (_Gathering, Trainer), {})
@@ -352,12 +351,12 @@ def _gathers(kind: type) -> type:
 
 
 def _bound(args: Any) -> float | None:
-    """The norm to clip by; None: no clip."""
+    """The norm to clip by; None: no clipping."""
     return args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else None
 
 
 def _check(trainer: Any, options: Mapping[str, Any]) -> None:
-    """Refuse what cannot be followed, before anything is compiled."""
+    """Raise OptionError for what is not supported, before anything is compiled."""
     from transformers import Trainer
 
     args, kind = trainer.args, type(trainer)

@@ -1,7 +1,7 @@
-"""weights: checkpoints of transformers, read to storage and written from it, within a part of their size in memory.
+"""weights: checkpoints of transformers are read to storage and written from it, with a part of their size in memory.
 
-from_pretrained    the model is built without values; each goes from the checkpoint to a file as it is read
-save_pretrained    transformers asks for values a shard at a time, as for a model of which it has left some on a disk
+from_pretrained    the model is built without values; each goes from the checkpoint to a file when it is read
+save_pretrained    transformers asks for the values of one shard at a time, as for a model that is offloaded to disk
 """
 
 from __future__ import annotations
@@ -102,13 +102,13 @@ def from_pretrained(
     if encoding is not None:
         finish(model, encoding, info["unexpected_keys"])
     offload(model, files, group)
-    told = own | meant if as_stored is None else own  # what such a checkpoint has as it is stays so
+    told = own | meant if as_stored is None else own  # matrices that such a checkpoint does not encode stay so
     model.greedysnake_options = {name: getattr(options, name) for name in told}
     return found if given.get("output_loading_info") else model
 
 
 def _kept(keep_encoded: bool | str | os.PathLike[str], folder: Path, source: Mapping[str, Any] | None) -> EncodedFolder:
-    """Where encoded matrices of a source are kept."""
+    """The folder of a source's encoded matrices."""
     from gs_compile.hf.encoded import EncodedFolder
 
     if isinstance(keep_encoded, bool):
@@ -117,9 +117,9 @@ def _kept(keep_encoded: bool | str | os.PathLike[str], folder: Path, source: Map
 
 
 def options_of(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that a model has of `from_pretrained`, and over them those given.
+    """The options that a model has from `from_pretrained`, overridden by those given.
 
-    Raises OptionError for a model that transformers or Accelerate has placed: its values are not in it.
+    Raises OptionError for a model that transformers or Accelerate has placed: it does not hold its values.
     """
     if any(parameter.is_meta for parameter in model.parameters()) or any(
         hasattr(module, "_hf_hook") for module in model.modules()
@@ -162,7 +162,7 @@ def streamed(model: nn.Module, *, master: bool = False) -> Iterator[dict[str, to
         yield None
         return
     shown = dict(model.state_dict(keep_vars=True))
-    trim()  # of what steps have left: a shard comes on top
+    trim()  # memory that steps have left in the heap: a shard needs memory in addition
     with ExitStack() as stack:
         for parameter in {value for value in shown.values() if master and is_offloaded(value)}:
             stack.enter_context(as_masters(parameter))
@@ -187,7 +187,7 @@ class _Values:
 
 @contextmanager
 def _with_values(model: Any, values: _Values) -> Iterator[None]:
-    """transformers takes the model for one that was left on a disk, whose values a hook of Accelerate reads."""
+    """Inside the block, transformers treats the model as offloaded to disk, with values read by Accelerate's hook."""
     before = {name: found for name, found in vars(model).items() if name in ("hf_device_map", "_hf_hook")}
     model.hf_device_map, model._hf_hook = {"": "disk"}, SimpleNamespace(weights_map=values)
     try:
@@ -200,7 +200,7 @@ def _with_values(model: Any, values: _Values) -> Iterator[None]:
 
 
 def _check(name_or_path: str | os.PathLike[str], given: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Refuse what cannot be kept on storage, before weights are read. Gives how weights are quantized, if they are."""
+    """Raise OptionError for what cannot be on storage, before weights are read. Returns the quantization config."""
     for name, reason in _REFUSED.items():
         if given.get(name) is not None:
             raise OptionError(f"from_pretrained with {name}: {reason}")
@@ -212,10 +212,10 @@ def _check(name_or_path: str | os.PathLike[str], given: Mapping[str, Any]) -> Ma
 
 
 def _as_stored(name_or_path: str | os.PathLike[str], stored: Mapping[str, Any], frozen: Frozen | None) -> Frozen:
-    """The codec of a quantized checkpoint; OptionError for one of none, or of another than is asked for."""
+    """The codec of a quantized checkpoint; OptionError if there is none, or another one is asked for."""
     from gs_compile.hf.frozen import known
 
-    found = known({**stored, "scale_fmt": None})  # a scale of any dtype is read
+    found = known({**stored, "scale_fmt": None})  # scales of any dtype can be read
     if found is None:
         method = stored.get("quant_method")
         raise OptionError(
@@ -232,7 +232,7 @@ def _as_stored(name_or_path: str | os.PathLike[str], stored: Mapping[str, Any], 
 
 
 def _config(name_or_path: str | os.PathLike[str], given: Mapping[str, Any]) -> dict[str, Any]:
-    """What a model's config.json says; nothing where there is none, of which transformers will say more."""
+    """The contents of a model's config.json; {} if there is none, about which transformers will complain."""
     import transformers
 
     with suppress(OSError):
@@ -242,7 +242,7 @@ def _config(name_or_path: str | os.PathLike[str], given: Mapping[str, Any]) -> d
 
 
 def _config_of(name_or_path: str | os.PathLike[str], given: dict[str, Any]) -> Any:
-    """The config that a model is built by, a copy where one is given."""
+    """The config from which a model is built; a copy if one is given."""
     import transformers
 
     if (config := given.get("config")) is not None:
@@ -252,7 +252,7 @@ def _config_of(name_or_path: str | os.PathLike[str], given: dict[str, Any]) -> A
 
 @contextmanager
 def _read_in_order() -> Iterator[None]:
-    """transformers reads a parameter after the other, in this thread, and not several in threads of its own."""
+    """Inside the block, transformers reads one parameter after the other, in this thread, not in its own threads."""
     before = os.environ.get(_IN_ORDER)
     os.environ[_IN_ORDER] = "1"
     try:

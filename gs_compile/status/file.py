@@ -1,6 +1,6 @@
-"""file: the status of a run as a file: written beside and renamed over the one before, and read as untrusted input.
+"""file: the status of a run as a file, which is replaced atomically, and read as untrusted input.
 
-    <storage>/greedysnake-run/.status.json      of a run with something on SSD; gone when it ends, but beside a commit
+    <storage>/greedysnake-run/.status.json      of a run with data on SSD; removed when it ends, unless it has a commit
     <status>/greedysnake-run.json               in a directory that the option `status` names; it stays
 
 Each rank and each model of a process has its own, by the name of its folder.
@@ -32,20 +32,20 @@ if TYPE_CHECKING:
 
 MOST_NBYTES = 4 << 20
 STALE_SECONDS = 5.0  # a run writes once a second; a drive that is busy may take some
-UNSEEN_SECONDS = 60.0  # without a word, of a process that cannot be looked at
-TURN_SECONDS = 2.0  # that a run waits for another one which begins there, and then begins all the same
+UNSEEN_SECONDS = 60.0  # without an update, after which a process that cannot be seen counts as ended
+TURN_SECONDS = 2.0  # for which a run waits for another one that begins there, before it begins all the same
 
 
 # Written --------------------------------------------------------------------------------------------------------------
 
 
 def write(path: Path, status: Status) -> None:
-    """Make a status the file's, all of it or nothing of it; OSError where that fails."""
+    """Write a status to a file, atomically; OSError if that fails."""
     replace(path, json.dumps(plain(status), separators=(",", ":"), allow_nan=False))
 
 
 def replace(path: Path, text: str) -> None:
-    """Make a text that of a file of this user's alone; a reader sees what was there before, or this."""
+    """Replace the text of a file that only this user can access; a reader sees the old text or the new one."""
     beside = path.with_name(NEXT_STATUS if path.name == STATUS else f".{path.name}.next")
     fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     try:
@@ -58,7 +58,7 @@ def replace(path: Path, text: str) -> None:
 
 
 def plain(value: Any) -> Any:
-    """What JSON can hold: numbers that are not finite are None."""
+    """A value as JSON can hold it: numbers that are not finite are None."""
     if type(value) is float:  # most are, in a long history
         return value if math.isfinite(value) else None
     if isinstance(value, list | tuple):
@@ -70,7 +70,7 @@ def plain(value: Any) -> Any:
 
 @contextmanager
 def in_turn(directory: Path) -> Iterator[None]:
-    """Make a directory; who finds a free name in it and writes there does so inside, one run after the other."""
+    """Make a directory. Inside the block a run looks for a free name in it and takes it, one run after the other."""
     with ExitStack() as opened:
         with suppress(OSError):  # the reporter says that it cannot write there; some networks lock no directories
             directory.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ def _lock(fd: int) -> None:
 
 
 def free_name(directory: Path) -> Path:
-    """A file in a directory that no run has which is going on."""
+    """A file name in a directory that no running run uses."""
     number = 1
     while True:
         path = directory / f"{folder_in(directory, number).name}.json"
@@ -124,7 +124,7 @@ def find(directory: Path) -> list[Path]:
 
 
 def read(path: Path) -> Status:
-    """The status that a file has; raises StatusError where there is none, or none that can be read."""
+    """The status in a file; raises StatusError if there is none, or it cannot be read."""
     try:
         data = _data(path)
     except OSError as error:
@@ -158,7 +158,7 @@ def _data(path: Path) -> bytes:
 
 @cache
 def _adapter() -> TypeAdapter[Status]:
-    """What it needs is slow to import: it is where a status is read."""
+    """A validator; made when a status is first read, as pydantic is slow to import."""
     from pydantic import TypeAdapter
 
     return TypeAdapter(Status)
@@ -168,7 +168,7 @@ def _adapter() -> TypeAdapter[Status]:
 
 
 def process_start(pid: int) -> int:
-    """When a process of this machine began, in clock ticks; 0: there is none, or the system does not tell."""
+    """When a process of this machine began, in clock ticks; 0: there is none, or it is not known."""
     try:
         return int((PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
@@ -176,7 +176,7 @@ def process_start(pid: int) -> int:
 
 
 def process_space() -> int:
-    """Where pids of this process count: a container has a space of its own; 0: the system does not tell."""
+    """The pid namespace of this process: a container has its own; 0: not known."""
     try:
         return (PROC / "self" / "ns" / "pid").stat().st_ino
     except OSError:
@@ -184,9 +184,9 @@ def process_space() -> int:
 
 
 def is_alive(status: Status) -> bool:
-    """Whether the process of a run that has not ended by its own word is still there.
+    """Whether the process of a run whose status does not say that it has ended is still alive.
 
-    One of another space is not seen from here: it is for as long as it writes its status.
+    A process of another pid namespace cannot be seen: it counts as alive as long as it updates its status.
     """
     about = status.about
     if about.process_space not in (0, process_space()):

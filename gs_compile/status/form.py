@@ -1,6 +1,6 @@
-"""form: what a status file says, in its format 1. It is JSON, and numbers that are not finite are null.
+"""form: the contents of a status file, in format 1. It is JSON, and numbers that are not finite are null.
 
-A reader may rest on the names here; a later format that changes or drops one has another number.
+Readers may rely on the names here; a format that changes or drops one has another number.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ State = Literal["running", "ended", "failed"]
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """What stays as it is while a run lasts.
+    """What does not change during a run.
 
-    process_start: of the process, in clock ticks since the machine's, by which another process of the same pid is told
-        apart; 0: not known. process_space: where it has that pid, as containers count their own; 0: not known.
-    began: seconds since 1970. rank, num_ranks: among those that share the model.
-    plan: the plan in a paragraph, and why it is so; binding: what more of each resource would bring.
-    predicted, predicted_seconds: work of each lane in a step, and its length, by the plan; nothing, nan where it was
-        not simulated.
-    homes: bytes of what lives on, by kind and tier. budgets: bytes that each tier may have.
-    drives: the directories of storage, each with its share of the bytes. rated_nbytes: that the drives may be written
-        in their life; 0: not known.
+    process_start: when the process began, in clock ticks since the machine's start, which distinguishes it from others
+        with the same pid; 0: not known. process_space: its pid namespace; 0: not known.
+    began: seconds since 1970. rank, num_ranks: among the ranks that share the model.
+    plan: the plan in a paragraph, and its reasons; binding: what more of each resource would bring.
+    predicted, predicted_seconds: the work of each lane in a step, and the step's length, by the plan; empty and nan if
+        it was not simulated.
+    homes: bytes of what lives on, by kind and tier. budgets: the bytes that each tier may have.
+    drives: the directories of storage, each with its share of the bytes. rated_nbytes: the bytes that may be written to
+        the drives in their life; 0: not known.
     """
 
     pid: int
@@ -57,7 +57,7 @@ class About:
 
 @dataclass(frozen=True, kw_only=True)
 class UnderWay:
-    """The step that is running: its call, its stage in words, the operations issued so far, what lanes have done."""
+    """The running step: its call, its stage in words, the operations issued so far, and the work of lanes so far."""
 
     number: int
     call: int
@@ -65,17 +65,17 @@ class UnderWay:
     done: int
     total: int
     seconds: float
-    expected_seconds: Number  # as long as the step before, or as planned
+    expected_seconds: Number  # those of the step before, or as planned
     lanes: Mapping[str, Total]
 
     @property
     def part(self) -> float:
-        """The part of its operations that is issued."""
+        """The part of its operations that has been issued."""
         return self.done / max(self.total, 1)
 
     @property
     def left_seconds(self) -> float:
-        """Until its end, as far as that can be told; nan: it cannot."""
+        """The estimated seconds until its end; nan: not known."""
         if self.expected_seconds > self.seconds:
             return self.expected_seconds - self.seconds
         return self.seconds * (1 / self.part - 1) if self.part else math.nan
@@ -95,9 +95,10 @@ class Status:
     """A run at one moment.
 
     reason: why it failed. written: when, in seconds since 1970.
-    history: steps, each or after many every second, fourth and so on.
-    num_steps, seconds, lanes, num_tokens: sums over the steps of this process whose length is known: all but its first.
-    used: bytes of each tier in use, on SSD what its files take. free: bytes that each drive still has.
+    history: every step, or, after many, every second, fourth and so on.
+    num_steps, seconds, lanes, num_tokens: sums over the steps of this process, except its first, whose length is not
+        known.
+    used: bytes in use on each tier; on SSD those of its files. free: bytes that are free on each drive.
     """
 
     format: int

@@ -1,6 +1,6 @@
-"""page: a run as one HTML page that needs nothing else, and no script: what it has come to, what it did, and why.
+"""page: a run as one self-contained HTML page without scripts: its results, its steps, and the reasons.
 
-All numbers are those of its status, which stands in the page as it is.
+All numbers are those of its status, which the page also contains.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Curve = Sequence[tuple[int, float]]
 
 
 def page(status: Status, now: float | None = None) -> str:
-    """The page. It loads itself anew while the run goes on. now: seconds since 1970."""
+    """The page. It reloads itself while the run goes on. now: seconds since 1970."""
     about, words = status.about, condition(status, time.time() if now is None else now)
     sections = {
         "Loss and step time": _curves(status),

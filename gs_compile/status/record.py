@@ -1,4 +1,4 @@
-"""record: what is known of a run, kept up by the thread that trains; any thread may ask for its status."""
+"""record: the state of a run, updated by the thread that trains; any thread may ask for its status."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from gs_compile.runtime.trace import Total, Trace
 from gs_compile.status.form import FORMAT, About, PastStep, State, Status, UnderWay
 from gs_compile.status.step import StepInfo
 
-MOST_POINTS = 200  # of the history: a curve shows no more, and each is written every second
+MOST_POINTS = 200  # of the history: a curve can show no more, and all are written every second
 
 
 @dataclass(frozen=True)
 class _Sums:
-    """Sums over the steps whose length is known."""
+    """Sums over the steps with a known length."""
 
     lanes: Mapping[str, Total]
     num_steps: int = 0
@@ -37,21 +37,21 @@ class RunRecord:
         self._lock = threading.Lock()
         self._last: StepInfo | None = None
         self._history: list[PastStep] = []
-        self._every = 1  # of so many steps one is kept
+        self._every = 1  # one of so many steps is in the history
         self._num_noted = self._num_calls = 0
         self._sums = _Sums(lanes={})
-        self._began, self._number = math.nan, 0  # the step under way
+        self._began, self._number = math.nan, 0  # of the running step
 
     def begin(self, number: int) -> None:
         """A call of the step of that number begins."""
         with self._lock:
             self._number = number
             if not self._num_calls:
-                self._began, self._trace.at = time.perf_counter(), None  # what ran last is not of this step
+                self._began, self._trace.at = time.perf_counter(), None  # the last operation was the step before's
             self._num_calls += 1
 
     def note(self, info: StepInfo) -> None:
-        """The step under way has ended."""
+        """The running step has ended."""
         with self._lock:
             self._last, self._num_calls = info, 0
             if self._num_noted % self._every == 0:
@@ -70,7 +70,7 @@ class RunRecord:
                 )
 
     def under_way(self) -> UnderWay | None:
-        """The step that is running; None: none is."""
+        """The running step; None: there is none."""
         with self._lock:
             call, began, last, at = self._num_calls, self._began, self._last, self._trace.at
             number = self._number
@@ -91,7 +91,7 @@ class RunRecord:
         )
 
     def status(self, state: State = "running", reason: str = "") -> Status:
-        """The run now."""
+        """The current status of the run."""
         step = self.under_way() if state == "running" else None
         used, free = self._measure()
         with self._lock:

@@ -1,7 +1,7 @@
-"""reporter: a thread that tells of a run once a second: its status file, its bar, its page.
+"""reporter: a thread that reports a run once a second: its status file, its bar, its page.
 
-It reads the run's record alone, and holds neither the model nor its optimizer. What it cannot write it says once in the
-log: a run does not fail of that.
+It only reads the run's record, and holds neither the model nor its optimizer. What it cannot write is logged once: the
+run does not fail.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from gs_compile.status.words import bar_text
 log = logging.getLogger(__name__)
 
 SECONDS = 1.0  # between two status files
-PAGE_SECONDS = 10  # between two pages of a run that goes on
-BAR_SECONDS = 2.0  # a step that is over sooner gets no bar
-LINE_SECONDS = 10  # between two bars where standard error is no terminal
+PAGE_SECONDS = 10  # between two pages of a running run
+BAR_SECONDS = 2.0  # a step that ends sooner gets no bar
+LINE_SECONDS = 10  # between two bars if standard error is not a terminal
 
 
 class Outlets(NamedTuple):
-    """Where a run is told of. status, page: files; line: for the bar. keeps: whether the status stays at the end.
-    entry: among the runs of this machine, which does not.
+    """Where a run is reported. status, page: files; line: for the bar. keeps: whether the status file stays at the end.
+    entry: among the runs of this machine; it does not stay.
     """
 
     status: Path | None = None
@@ -52,12 +52,12 @@ class Reporter:
         self._pid = os.getpid()
         self._over, self._is_closed = threading.Event(), False
         self._on_line = threading.Lock()
-        self._failed: set[Path] = set()  # of which that was said
-        if outlets.status is not None:  # at once: its name is taken
+        self._failed: set[Path] = set()  # files that could not be written, and that the log has named
+        if outlets.status is not None:  # at once, which takes its name
             self._write(outlets.status, None, record.status())
         self._thread = threading.Thread(target=self._report, name="greedysnake status", daemon=True)
         self._thread.start()
-        atexit.register(self.close)  # ahead of the storage's own end, which was registered before
+        atexit.register(self.close)  # runs before the storage's own end, which was registered earlier
 
     def note(self, info: StepInfo) -> None:
         """A step has ended."""
@@ -66,9 +66,9 @@ class Reporter:
             self._show("")
 
     def close(self) -> None:
-        """End the thread; the last status says how the run ended, or is removed where nothing of the run stays."""
+        """End the thread. The last status says how the run ended, or is removed if nothing of the run stays."""
         if os.getpid() != self._pid or self._is_closed:
-            return  # a forked child's copy; or once is enough
+            return  # a forked child's copy, or closed already
         self._over.set()
         atexit.unregister(self.close)
         self._thread.join()
@@ -82,9 +82,9 @@ class Reporter:
         else:
             gone.append(self.outlets.status)
         for path in filter(None, gone):
-            with suppress(OSError):  # of a file system that takes no more changes, as the run has told by then
+            with suppress(OSError):  # the file system has become read-only, which was reported before
                 path.unlink()
-        self._is_closed = True  # not before: who is interrupted calls this once more
+        self._is_closed = True  # last: after an interruption this is called again
 
     def _report(self) -> None:
         seconds = 0

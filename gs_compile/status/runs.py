@@ -1,11 +1,11 @@
-"""runs: the runs of this user that go on on this machine, each with an entry in a folder of the machine's own.
+"""runs: the running runs of this user on this machine, each with an entry in a folder in /tmp.
 
     /tmp/greedysnake-UID/SPACE-PID-START-MOMENT.json
 
-That is no session's folder: a run outlives sessions, and jobs have none. An entry is a link to the run's status file,
-or that file itself where the run has no other place for it. It goes with the run; of a process that was killed, with
-the next look. Containers may share the folder, and count processes in spaces of their own: an entry from another space
-is known by what its status says, where that can be read, and stays for a day after.
+(Not in a session's folder: a run outlives sessions, and batch jobs have none.) An entry is a link to the run's status
+file, or that file itself if the run has no other place for it. It is removed with the run; that of a killed process by
+the next look. Containers may share the folder, but have their own pid namespaces: an entry from another one is judged
+by its status, if that can be read, and is removed a day after that has ended.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pathlib import Path
 from gs_compile.errors import StatusError
 from gs_compile.status.file import is_alive, process_space, process_start, read
 
-LEFT_SECONDS = 86400.0  # that an entry from another space stays where its run says nothing more
+LEFT_SECONDS = 86400.0  # for which an entry from another pid namespace stays without an update
 
 
 def folder() -> Path:
-    """The folder of the entries, made if it is not there; OSError where it cannot be, or is not this user's alone."""
+    """The folder of the entries, made if it is missing; OSError if it cannot be made, or others can access it."""
     path = Path(tempfile.gettempdir(), f"greedysnake-{os.geteuid()}")
     path.mkdir(mode=0o700, exist_ok=True)
     found = path.lstat()
@@ -34,7 +34,7 @@ def folder() -> Path:
 
 
 def entry() -> Path | None:
-    """The entry of a new run of this process, where nothing is yet; None: there is no place for one."""
+    """The path of a new entry for a run of this process; None: it cannot have one."""
     with suppress(OSError):
         pid = os.getpid()
         return folder() / f"{process_space()}-{pid}-{process_start(pid)}-{time.monotonic_ns()}.json"
@@ -42,7 +42,7 @@ def entry() -> Path | None:
 
 
 def link(path: Path, status: Path) -> None:
-    """Have an entry lead to a status file."""
+    """Make an entry a link to a status file."""
     with suppress(OSError):
         path.symlink_to(status.absolute())
 
@@ -50,7 +50,7 @@ def link(path: Path, status: Path) -> None:
 def going_on() -> list[Path]:
     """The entries of runs that have a status; those of processes that have ended are removed.
 
-    Raises StatusError where there are none.
+    Raises StatusError if there are none.
     """
     try:
         found = [path for path in sorted(folder().glob("*.json")) if _goes_on(path)]
@@ -75,7 +75,7 @@ def _goes_on(path: Path) -> bool:
 
 
 def _goes_on_elsewhere(path: Path) -> bool:
-    """Whether a run of another space goes on, by its status; one that cannot be read is shown as that."""
+    """Whether a run of another pid namespace goes on, by its status; one that cannot be read counts as running."""
     try:
         status = read(path)
     except StatusError:

@@ -1,4 +1,4 @@
-"""step: the report of one step, which metrics, bar, status file and page take their numbers from."""
+"""step: the report of one step, from which metrics, bar, status file and page take their numbers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 from gs_compile.runtime.trace import Total
 
-BINDS = 0.5  # of a step: a lane that is busy for less is no reason of its length by itself
+BINDS = 0.5  # of a step: a lane that is busy for less does not limit the step by itself
 
 
 class NullIsNan:
-    """Reads a null of JSON, which has no numbers that are not finite, as nan."""
+    """Reads JSON's null as nan, for which JSON has no number."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         from pydantic_core import core_schema
@@ -35,33 +35,33 @@ class StepInfo:
     number: int  # of steps taken so far, this one included if it was not skipped
     grad_norm: Number  # of all gradients together, before clipping
     skipped: bool  # a gradient was not finite: nothing was changed
-    rolled_back: bool  # updates were speculative, and did not hold: they run again, if at all, in the next forward
+    rolled_back: bool  # speculative updates were rolled back: they run again, if at all, in the next forward
     num_skipped: int  # steps skipped so far
     lanes: Mapping[str, Total]  # seconds busy, and bytes by kind, of every lane since the step before
-    seconds: Number  # since the step before was closed; nan of the first
-    num_tokens: int = 0  # of this rank's batch, padding too
-    loss: Number = math.nan  # of the whole batch, over all ranks; nan where the step trains none
-    predicted_seconds: Number = math.nan  # of the plan; nan where it was not simulated, or for another step
+    seconds: Number  # since the step before was closed; nan for the first
+    num_tokens: int = 0  # of this rank's batch, including padding
+    loss: Number = math.nan  # of the whole batch, over all ranks; nan if the step has no loss
+    predicted_seconds: Number = math.nan  # by the plan; nan if it was not simulated, or was for another step
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of this rank; nan of the first step."""
+        """Tokens per second of this rank; nan for the first step."""
         return self.num_tokens / self.seconds
 
     @property
     def busy(self) -> dict[str, float]:
-        """The part of the step that each lane worked; empty of the first step."""
+        """The part of the step for which each lane worked; empty for the first step."""
         known = {} if math.isnan(self.seconds) else self.lanes
         return {lane: total.seconds / self.seconds for lane, total in known.items()}
 
     @property
     def binds(self) -> str:
-        """The lane that is busy the longest, if that is most of the step; else "": none by itself does."""
+        """The lane that limits the step: the busiest one, if it is busy for most of the step; otherwise ""."""
         lane, busy = max(self.busy.items(), key=lambda each: each[1], default=("", 0.0))
         return lane if busy >= BINDS else ""
 
     def metrics(self) -> dict[str, float]:
-        """All of it as numbers by name, as loggers take them: ``{"seconds": 1.2, "ssd_read_bytes": 3e9, ...}``."""
+        """The report as numbers by name, for loggers: ``{"seconds": 1.2, "ssd_read_bytes": 3e9, ...}``."""
         found = {
             "step": float(self.number),
             "grad_norm": self.grad_norm,

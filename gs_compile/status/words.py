@@ -1,4 +1,4 @@
-"""words: what bar, screen and page say of a run in the same words."""
+"""words: texts about a run that bar, screen and page share."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def bar_text(step: UnderWay) -> str:
 
 
 def condition(status: Status, now: float) -> str:
-    """Whether a run goes on, and if not, how it has ended and when: by the clock, as a page may be read later."""
+    """Whether a run goes on, and if not, how and when it ended: as a clock time, because a page may be read later."""
     age, when = now - status.written, date_of(status.written)
     if status.state == "failed":
         return f"failed at {when}: {status.reason}"
@@ -45,7 +45,7 @@ def condition(status: Status, now: float) -> str:
 
 
 def plan_words(status: Status) -> str:
-    """The plan and why, in a paragraph."""
+    """The plan and its reasons, in a paragraph."""
     return status.about.plan or "The plan was made by another rank, or by the run that is resumed here."
 
 
@@ -64,7 +64,7 @@ def step_words(info: StepInfo) -> str:
 
 
 def compared(seconds: float, predicted_seconds: float) -> str:
-    """What a step takes against the plan's prediction."""
+    """A step's seconds, compared with the plan's prediction."""
     if math.isnan(predicted_seconds):
         return "no prediction: the plan was not simulated, or was made for another batch"
     if math.isnan(seconds):
@@ -75,7 +75,7 @@ def compared(seconds: float, predicted_seconds: float) -> str:
 
 
 def binding(info: StepInfo) -> str:
-    """What limits the step, by what its lanes were busy with."""
+    """What limits the step, by the work of its lanes."""
     if not info.busy:
         return "not known before the second step"
     if info.binds:
@@ -109,7 +109,7 @@ class LaneRow(NamedTuple):
 
 
 def lane_rows(status: Status, lanes: Mapping[str, Total], seconds: float, num_steps: int = 1) -> Iterator[LaneRow]:
-    """A row of each lane that did something, or was to: a mean of `num_steps` steps that took `seconds` together."""
+    """A row for each lane with work, measured or predicted: means of `num_steps` steps of `seconds` together."""
     predicted = status.about.predicted
     for lane in (each for each in LANES if each in lanes or each in predicted):
         total, plan = lanes.get(lane, Total()), predicted.get(lane)
@@ -125,7 +125,7 @@ def lane_rows(status: Status, lanes: Mapping[str, Total], seconds: float, num_st
 
 
 def wear(status: Status) -> str:
-    """What the run has written to SSD, what that is in a day, and for how long its drives are rated so."""
+    """What the run has written to SSD, what that is in a day, and for how long its drives are rated for that."""
     written = status.lanes.get("ssd_write", Total()).nbytes
     if not written or not status.seconds:
         return "nothing is written to SSD" if status.num_steps else "not known before the second step"

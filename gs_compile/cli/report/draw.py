@@ -30,7 +30,7 @@ from gs_compile.planner.workloads import IN_A_WORKLOAD
 from gs_compile.program.ir import EPILOGUE, WORDS
 from gs_compile.schedules import BASELINE, BY_MICRO_BATCH, Schedule
 
-# Colours that most people can tell apart, whatever their sight (Okabe and Ito); the page of `timeline` has the same.
+# Colours that colour-blind readers can distinguish, too (Okabe and Ito); the page of `timeline` has the same.
 COLOURS = {"w": "#0072b2", "x": "#56b4e9", "dx": "#009e73", "s": "#e69f00", "dw": "#d55e00", "update": "#cc79a7"}
 COLOURS |= {"forward": "#aab2bd", "backward": "#69727f", "a": "#882255", "seal": "#000000", "other": "#f0e442"}
 SERIES = (("#0072b2", "o"), ("#e69f00", "s"), ("#009e73", "^"), ("#d55e00", "D"), ("#cc79a7", "v"), ("#56b4e9", "P"))
@@ -59,7 +59,7 @@ COMPARED: tuple[Schedule, ...] = ("vertical", BASELINE)  # that figures show sid
 
 
 def save(plan: StepPlan, *, trace: Path | None, page: Path | None, figures: Path | None) -> dict[str, Path]:
-    """Write what is asked for: the paths by what they are."""
+    """Write the files that are asked for. Returns the paths by kind of file."""
     files: dict[str, Path] = {}
     if trace is not None:
         plan.simulation.trace().save(trace)
@@ -74,7 +74,9 @@ def save(plan: StepPlan, *, trace: Path | None, page: Path | None, figures: Path
 
 
 def _figures(plan: StepPlan, folder: Path) -> dict[str, Path]:
-    """The lanes of this step; of whole layers also throughput over the batch size and bytes moved, in both orders."""
+    """Figures of the step's lanes and, if layers are whole blocks, of throughput over the batch size and of bytes
+    moved, in both orders.
+    """
     paths = {name: folder / f"{name}.svg" for name in ("throughput", "traffic", "lanes")}
     title, number = _title(plan), plan.num_micro_batches
     lanes(plan.simulation, paths["lanes"], title=title)
@@ -92,7 +94,7 @@ def _figures(plan: StepPlan, folder: Path) -> dict[str, Path]:
 
 
 def _plans(plan: StepPlan, schedule: Schedule, sizes: Iterable[int]) -> Iterator[StepPlan]:
-    """Plans of the same model as was asked for, for numbers of micro-batches, as far as they fit; of several ranks
+    """Plans of the same model and request, for other numbers of micro-batches, as far as they fit; with several ranks
     those of one, with its share of the machine.
     """
     from gs_compile.planner.plan import plan as make
@@ -104,7 +106,7 @@ def _plans(plan: StepPlan, schedule: Schedule, sizes: Iterable[int]) -> Iterator
     changes: dict[str, Any] = {"batch_size": None, "micro_batch_size": size, "ratios": ratios, **ONE_RANK}
     try:
         request = replace(asked, machine=replace(plan.profile, num_ranks=1), schedule=schedule, **changes)
-    except PlanError:  # a step of several backwards has the vertical order alone
+    except PlanError:  # a step with several backwards has only the vertical order
         return
     for number in sizes:
         try:
@@ -114,18 +116,18 @@ def _plans(plan: StepPlan, schedule: Schedule, sizes: Iterable[int]) -> Iterator
 
 
 def _point(plan: StepPlan) -> Point:
-    """A plan's, with its alpha where there is one."""
+    """The point of a plan, with its alpha as a note if there is one."""
     samples = plan.ranks * plan.num_micro_batches * plan.workload.micro_batch_size
     return Point(samples, plan.tokens_per_second, f"α {plan.alpha:.0%}" if plan.alpha else "")
 
 
 def _title(plan: StepPlan) -> str:
-    """In few words: a machine's name goes on to say what is in it."""
+    """A short title: without the details that a machine's name ends with."""
     return f"{plan.workload.name} on {re.split('[:,(]', plan.profile.name)[0].strip()}"
 
 
 class Point(NamedTuple):
-    """A step of so many samples; `note` stands beside it."""
+    """The throughput of a step of some number of samples, with a `note` beside it."""
 
     samples: int
     tokens_per_second: float
@@ -134,7 +136,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """The bounds that no order of a step exceeds whose layers save only their inputs (arXiv 2512.17570, section 3.1).
+    """Upper bounds for any order of a step whose layers save only their inputs (arXiv 2512.17570, section 3.1).
 
     io_seconds: of a step, for the optimizer states that host memory cannot hold, from the SSD and back.
     compute_tokens_per_second: of the computation alone, what is recomputed included.
@@ -219,7 +221,7 @@ def lanes(
 ) -> None:
     """Draw what runs when, from `since` to `until` in seconds of the step: `timeline_html` as a still picture.
 
-    What reaches over an edge of the step comes in at the other: such steps follow one another.
+    What extends over one edge of the step enters at the other: such steps follow each other.
     """
     until, rows = until or simulation.seconds, list(simulation.busy)
     with _figure(path, (9.6, 0.9 + 0.42 * len(rows)), title) as axes:

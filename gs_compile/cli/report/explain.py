@@ -1,6 +1,6 @@
-"""explain: all of a plan: where data is stored, what limits it, the plans beside it; and of its step, when what runs.
+"""explain: reports of a plan: where data is stored, what limits the step, other plans; and how the step runs.
 
-`report` and `step_report` are for people, `as_dict` and `step_dict` for programs; the one paragraph of a run's log is
+`report` and `step_report` are for people, `as_dict` and `step_dict` for programs. The paragraph in a run's log is
 `planner.summary.paragraph`.
 """
 
@@ -23,7 +23,7 @@ from gs_compile.program.ir import LANES, TIERS, WORDS
 FIELDS = "schedule ranks num_micro_batches alpha ratios device_ratios seconds bound_seconds tokens_per_second".split()
 FIELDS += "flops_per_second binding notes wear masters saved".split()
 HISTORY = ("num_micro_batches", "seconds", "tokens_per_second")
-DIGITS = 6  # significant ones in JSON: more would only differ from machine to machine
+DIGITS = 6  # significant digits in JSON: further ones differ between machines
 
 
 def report(plan: StepPlan) -> str:
@@ -40,7 +40,7 @@ def report(plan: StepPlan) -> str:
 
 
 def as_dict(plan: StepPlan) -> dict[str, Any]:
-    """For JSON: seconds, bytes, fractions; None where there is no bound."""
+    """The plan for JSON: seconds, bytes, fractions; None: no bound."""
     workload = plan.workload
     found = {
         "model": workload.name,
@@ -64,7 +64,7 @@ def as_dict(plan: StepPlan) -> dict[str, Any]:
 
 
 def step_report(plan: StepPlan, files: Mapping[str, Path]) -> str:
-    """How the step runs: its lanes, what the computation waits for, the critical path, memory, and what was drawn."""
+    """How the step runs: its lanes, the waits of the computation, the critical path, memory, and the files written."""
     spec, peaks, room = SCHEDULES[plan.schedule], plan.simulation.peaks.items(), plan.simulation.room
     most = {tier: format_bytes(nbytes) for tier, nbytes in room.items()}
     memory = [(tier, format_bytes(nbytes), most.get(tier, "no bound")) for tier, nbytes in peaks]
@@ -81,7 +81,7 @@ def step_report(plan: StepPlan, files: Mapping[str, Path]) -> str:
 
 
 def step_dict(plan: StepPlan, files: Mapping[str, Path]) -> dict[str, Any]:
-    """The plan's, with what the simulation adds; its operations, which are many, are in the trace."""
+    """`as_dict` with the results of the simulation. (The operations, which are many, are in the trace.)"""
     simulated: dict[str, Any] = {"peaks": plan.simulation.peaks, "room": plan.simulation.room}
     simulated["critical_path"] = _critical(plan)
     if SCHEDULES[plan.schedule].fills_memory:
@@ -157,7 +157,7 @@ def _alternatives(plan: StepPlan) -> str:
 
 
 def _titled(sections: Mapping[str, str]) -> list[str]:
-    """Each section that says something, indented below its heading."""
+    """Each section that is not empty, indented below its heading."""
     return [f"{heading}\n{indent(text, '  ')}" for heading, text in sections.items() if text]
 
 

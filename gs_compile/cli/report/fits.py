@@ -1,4 +1,4 @@
-"""fits: what a machine makes of a model, a way of training in each row, for people and for programs."""
+"""fits: how fast a machine trains a model, with a row for each way of training, for people and for programs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from gs_compile.planner.summary import rate_text, table
 
 
 def fits_report(found: Sequence[Fit], tokens: float, asked: str) -> str:
-    """A table of the ways that fit, for so many tokens, and a sentence for each that does not; asked: on what."""
+    """A table of the ways that fit, for a number of tokens, and a sentence for each that does not; asked: the model and
+    machine.
+    """
     rows = [_row(each, tokens) for each in found if not each.missing]
     parts = [f"{each.way}: {each.missing}" for each in found if each.missing]
     if rows:
@@ -44,7 +46,7 @@ def _row(fit: Fit, tokens: float) -> dict[str, str]:
 
 
 def fits_dict(found: Sequence[Fit], tokens: float) -> dict[str, Any]:
-    """What `_row` says of each, for programs."""
+    """The same for programs."""
     entries = []
     for fit in found:
         entry = {**asdict(fit), "peaks": dict(fit.peaks), "drive_days": fit.drive_days}

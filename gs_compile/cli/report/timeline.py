@@ -1,8 +1,8 @@
-"""timeline: a simulated step as one HTML page that needs nothing else: lanes as rows, time to the right.
+"""timeline: a simulated step as one self-contained HTML page: lanes as rows, time to the right.
 
-Each operation is a rectangle, coloured by what it moves or computes. Where the computation waits, its lane is hatched,
-and says for what. The critical path is outlined; below is the memory of each tier. The page (`timeline.html`) draws on
-a canvas what is in view, so that tens of thousands of operations are no burden to it.
+Each operation is a rectangle, coloured by what it moves or computes. Waits of the computation are hatched and labelled
+with their cause. The critical path is outlined; below is the memory of each tier. The page (`timeline.html`) draws only
+what is in view, on a canvas, so that it can show tens of thousands of operations.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FIELDS = ("lane", "start", "stop", "kind", "nbytes", "text", "stage", "cause", "
 
 
 def timeline_html(simulation: Simulation, *, title: str, note: str = "", texts: Mapping[str, str]) -> str:
-    """The page. note: below the title; texts: what is folded below the picture, such as the program, by heading.
+    """The page. note: below the title; texts: folded sections below the picture, such as the program, by heading.
 
     A step's operations may begin before it and end after it: its edges are marked.
     """

@@ -1,6 +1,6 @@
 """export: the values of a commit as safetensors, one shard after the other.
 
-A shard is no larger than the largest tensor, so memory holds about one, or two where ranks' shares are put together,
+A shard is no larger than the largest tensor, so memory holds about one tensor, or two if ranks' shares are combined,
 from the commits of all ranks.
 """
 
@@ -28,7 +28,7 @@ from gs_compile.runtime.storage.stored import BUFFER, Manifest
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of so many bytes, which is read when its turn comes."""
+    """A tensor of some number of bytes, which is read when it is written."""
 
     name: str
     nbytes: int
@@ -36,10 +36,10 @@ class Entry:
 
 
 def export(runs: Sequence[Found], target: Path, *, masters: bool = False, states: bool = False) -> dict[str, Any]:
-    """Write the run's values to a new directory: parameters, and optimizer states where they are asked for.
+    """Write the run's values to a new directory: parameters, and optimizer states if they are asked for.
 
-    Returns what was written. Raises OptionError where there is not one run, whole, in `runs`, or where the directory is
-    not empty or safetensors missing; StorageError, and CorruptionError before a wrong byte is written.
+    Returns what was written. Raises OptionError if `runs` is not exactly one complete run, if the directory is not
+    empty, or safetensors is missing; StorageError; and CorruptionError before a wrong byte is written.
     """
     commits = _one_run(runs)
     _save_file()
@@ -53,7 +53,7 @@ def export(runs: Sequence[Found], target: Path, *, masters: bool = False, states
 
 
 def _one_run(runs: Sequence[Found]) -> list[Manifest]:
-    """The commits of all ranks of the one run there is; of ranks that have the same shard one."""
+    """The commits of all ranks of the only run; one for ranks that have the same shard."""
     for each in runs:
         if each.problem is not None:
             raise each.problem
@@ -87,7 +87,7 @@ def _parameters(ranks: Sequence[Values], *, masters: bool) -> Iterator[Entry]:
         nbytes = span.numel * dtype.itemsize
 
         def read(span: Any = span, dtype: torch.dtype = dtype) -> Tensor:
-            if span.codec:  # of which no rank's share is decoded alone
+            if span.codec:  # a rank's share cannot be decoded alone
                 return dense(span.view(_whole(each.read_any(span.elements, None) for each in ranks)))
             found = _whole(each.read(span, master=True) for each in ranks)
             return found if found.dtype == dtype else narrow(found, dtype)
@@ -113,7 +113,7 @@ def _states(ranks: Sequence[Values]) -> Iterator[Entry]:
 
 
 def _whole(shares: Iterator[Tensor]) -> Tensor:
-    """A tensor of which each rank has some elements, and zeros in the places of the others; two are read at a time."""
+    """The sum of all ranks' shares: each has its own elements, and zeros elsewhere; two are in memory at a time."""
     whole = next(shares)
     for each in shares:
         whole.view(torch.uint8).bitwise_or_(each.view(torch.uint8))
@@ -122,7 +122,7 @@ def _whole(shares: Iterator[Tensor]) -> Tensor:
 
 
 def _save(target: Path, name: str, tensors: Sequence[Entry]) -> dict[str, int]:
-    """Write shards and their index, as HuggingFace names them; each file and its bytes."""
+    """Write shards and their index, with HuggingFace's names. Returns the bytes of each file."""
     save_file = _save_file()
     shards = list(in_groups(tensors, max((each.nbytes for each in tensors), default=0)))
     places: dict[str, str] = {}

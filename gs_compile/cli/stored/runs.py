@@ -1,7 +1,7 @@
-"""runs: the durable runs in a directory: what each has committed, who has it, and which of its files are garbage.
+"""runs: the durable runs in a directory: what each has committed, which process uses it, and which files are garbage.
 
-A run on several directories has a manifest in each of them, and one may be a commit behind: what any of them names
-stays. Only files of names that the store gives are counted, and removed.
+A run on several directories has a manifest in each, and one may be a commit behind: files that any of them names stay.
+Only files with names that the store gives are counted and removed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from gs_compile.runtime.storage.stored import FOLDERS, OURS, Manifest
 class Found:
     """A folder of a run.
 
-    commits: of the run, by the folders that have them, this one first; prepared: those after them, which this one of
-    several ranks has; problem: why the folder's own cannot be read; user: the process that has it, in words.
+    commits: of the run, by the folders that have them, this one first; prepared: further commits that this rank, of
+    several, has only prepared; problem: why the folder's own commit cannot be read; user: the process that uses it, in
+    words.
     """
 
     folder: Path
@@ -40,7 +41,7 @@ class Found:
 
     @property
     def commit(self) -> Manifest | None:
-        """The newest."""
+        """The newest commit."""
         return max(self.commits.values(), key=order, default=None)
 
     @property
@@ -50,13 +51,14 @@ class Found:
 
     @property
     def known(self) -> list[Manifest]:
-        """The commits that a rank can go on from: its last one, and the newest that it has prepared after that."""
+        """The commits from which a rank can resume: its last one, and the newest that it has prepared after that."""
         return [max(each.values(), key=order) for each in (self.commits, self.prepared) if each]
 
     def garbage(self, folder: Path, *, everything: bool = False) -> dict[str, int]:
-        """The bytes of what the store has made in a folder and no commit names; or of all that it has made there.
+        """The bytes of the store's files in a folder that no commit names; with `everything`, of all its files there.
 
-        Where there is no commit to ask, or one whose files are elsewhere, what has the name of a run may be of one.
+        If there is no commit, or one whose files are elsewhere, files with a run's name are not garbage: they may
+        belong to a commit.
         """
         own = self.commits.get(self.folder) or self.prepared.get(self.folder)
         is_elsewhere = own is not None and self.folder not in folders_of(own)
@@ -70,7 +72,7 @@ class Found:
         return {name: made[name] for name in made if name not in kept and (named or not _has_run(name))}
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The run for JSON."""
         commit = self.commit
         facts = ("run", "step", "written", "nbytes", "optimizer", "rank", "world")
         return {
@@ -84,7 +86,7 @@ class Found:
 
 
 def found_in(directory: Path) -> list[Found]:
-    """The folders of runs in a directory, or the one that it is; raises StorageError where there is no directory."""
+    """The folders of runs in a directory, or the directory itself if it is one; StorageError if it does not exist."""
     directory = directory.absolute()  # "." has no name
     with as_storage_error("listing", directory):
         inside = sorted(directory.iterdir())
@@ -93,7 +95,7 @@ def found_in(directory: Path) -> list[Found]:
 
 
 def look(folder: Path) -> Found:
-    """What a folder has now."""
+    """The current contents of a folder."""
     try:
         own, ahead = (_located(manifest.read(folder, name), folder) for name in (NAME, NEXT))
         user = holder(folder)
@@ -108,21 +110,21 @@ def look(folder: Path) -> Found:
     others = [each for each in named if each != folder] if folder in named else ()  # a copy is of files elsewhere
     for other in others:
         for name, found in ((manifest.NAME, commits), (NEXT, prepared)):
-            with contextlib.suppress(StorageError):  # of a drive that is away now
+            with contextlib.suppress(StorageError):  # its drive may be missing now
                 if made and (each := manifest.read(other, name)) is not None and each.run == made.run:
                     found[other] = each
     return Found(folder, commits, prepared, user=user)
 
 
 def _located(commit: Manifest | None, folder: Path) -> Manifest | None:
-    """A commit with the path that the folder it was found in has now; as it is where its files are elsewhere."""
+    """A commit with the current path of its folder; unchanged if its files are elsewhere."""
     with contextlib.suppress(LeftoverError):
         return commit and located(commit, folder, [folder])
     return commit
 
 
 def _made_in(folder: Path) -> dict[str, int]:
-    """The files in a folder that bear names of the store, and their bytes; a run in use may remove them meanwhile."""
+    """The files in a folder with names of the store, and their bytes. (A running run may remove them meanwhile.)"""
     found = {}
     with as_storage_error("listing", folder), contextlib.suppress(FileNotFoundError):
         for path in folder.iterdir():
@@ -142,7 +144,7 @@ def _has_run(name: str) -> bool:
 
 @contextlib.contextmanager
 def locked(folders: Iterable[Path]) -> Iterator[dict[Path, Folder]]:
-    """Folders that no process has meanwhile; raises StorageLockedError where one has."""
+    """Lock these folders inside the block; raises StorageLockedError if a process uses one."""
     with contextlib.ExitStack() as opened:
         taken = {}
         for path in dict.fromkeys(folders):
@@ -153,18 +155,18 @@ def locked(folders: Iterable[Path]) -> Iterator[dict[Path, Folder]]:
 
 
 def collect(found: Found, *, everything: bool = False) -> dict[str, int]:
-    """Remove garbage of a run, or the run, from all folders that have its commit; the paths that are gone, and their
-    bytes.
+    """Remove the garbage of a run, or the whole run, from all folders that have its commit. Returns the bytes of each
+    removed path.
     """
     with locked(found.folders) as taken:
-        now = look(found.folder)  # a run may have gone on since, and ended
+        now = look(found.folder)  # a run may have used it since
         if now.folders == found.folders:
             return _removed(now, taken, everything=everything)
     return collect(now, everything=everything)
 
 
 def _removed(found: Found, taken: Mapping[Path, Folder], *, everything: bool) -> dict[str, int]:
-    """A manifest goes before the files that it names."""
+    """Remove the files; a manifest is removed before the files that it names."""
     if found.problem is not None and not everything:
         raise found.problem
     removed = {}

@@ -1,4 +1,4 @@
-"""values: the parameters and states of a commit, by their names: where their bytes are, and what they are."""
+"""values: the parameters and states of a commit, by name: where their bytes are, and their values."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from gs_compile.runtime.storage.stored import REST, Manifest, StoredTensor
 
 
 class OneRank(NamedTuple):
-    """A rank whose commit is read alone: of a whole parameter it gives its own elements, and zeros."""
+    """A rank whose commit is read alone: a whole parameter has this rank's elements, and zeros elsewhere."""
 
     rank: int
     number: int
 
     def broadcast(self, *_: Any) -> None:
-        """The others have no part in this."""
+        """Do nothing: there are no other ranks here."""
 
 
 class Values(FormerHomes):
-    """The values that one rank's commit has."""
+    """The values in one rank's commit."""
 
     def __init__(self, store: Store) -> None:
         assert store.former is not None
@@ -44,7 +44,7 @@ class Values(FormerHomes):
         super().__init__(store, cast("Ranks | None", ranks))
 
     def bytes_of(self, name: str) -> Iterator[tuple[str, int, int]]:
-        """Each part that has some of a parameter or of its state: its name, and where in it they start and stop."""
+        """Each part that holds some of a parameter or of its state: its name, and where in it the bytes start and stop."""
         span = self.spans[name]
         spans = dict.fromkeys((span, span.moment(1)[0]))
         for each, component in product(spans, (None, *range(len(self.setting.types[span.unit].state)))):
@@ -52,12 +52,12 @@ class Values(FormerHomes):
                 yield value._replace(tier=None).name, start, start + len(target)
 
     def names_at(self, part: str, first: int, last: int) -> list[str]:
-        """The parameters, or tensors beside the tiers, that have some of these bytes of a part."""
+        """The parameters, or tensors outside the tiers, that have some of these bytes of a part."""
         return list(dict.fromkeys(name for start, stop, name in self._spans[part] if start < last and first < stop))
 
     @cached_property
     def _spans(self) -> dict[str, list[tuple[int, int, str]]]:
-        """Who is where, by part."""
+        """Which names are where, by part."""
         found = defaultdict(list)
         for name in self.spans:
             for part, start, stop in self.bytes_of(name):
@@ -67,11 +67,11 @@ class Values(FormerHomes):
         return found
 
     def component(self, span: Slice, number: int) -> Tensor:
-        """A component of a parameter's state, the master aside."""
+        """A component of a parameter's state, counted without the master."""
         return self.read_state(span, number + self.has_master(span))
 
     def beside(self, stored: StoredTensor) -> Tensor:
-        """A tensor beside the tiers."""
+        """A tensor outside the tiers."""
         assert self.setting.store is not None
         return read_tensor(self.setting.store, stored)
 
@@ -82,8 +82,8 @@ def nbytes_of(stored: StoredTensor) -> int:
 
 @contextmanager
 def unchanged(commits: Sequence[Manifest], find: Callable[[], Sequence[Manifest]]) -> Iterator[list[Values]]:
-    """The values of commits whose runs no process has in the block. Where one has gone on since they were found, of
-    those that `find` gives.
+    """The values of commits whose runs are locked inside the block. If a run has made another commit since they were
+    found, those of `find`.
     """
     with ExitStack() as stack:
         values, now = [_opened(stack, each) for each in commits], find()
@@ -96,7 +96,7 @@ def unchanged(commits: Sequence[Manifest], find: Callable[[], Sequence[Manifest]
 
 
 def _opened(stack: ExitStack, commit: Manifest) -> Values:
-    """The values of a commit, until the stack is closed; no file is removed then."""
+    """The values of a commit, until the stack is closed, which removes no file."""
     store = stack.enter_context(Store(()))
     store.former = commit
     for folder in folders_of(commit):

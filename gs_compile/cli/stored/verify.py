@@ -1,6 +1,6 @@
-"""verify: every block of a commit read and held against its checksum, and what of the model a bad one has.
+"""verify: compare every block of a commit with its checksum, and say which parameters are in bad ones.
 
-Drives are read at the same time, each by its own threads, a few blocks ahead: that is all the memory that it takes.
+Drives are read in parallel, each by its own threads, a few blocks ahead: only these blocks take memory.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ HEADINGS = ("file", "offset", "bytes", "unit", "parameters", "found")
 
 @dataclass(frozen=True)
 class Bad:
-    """Bytes of a file of a part that are not those of its commit: a block, or where the file cannot be opened all.
+    """Bytes of a file of a part that differ from its commit: a block, or all if the file cannot be opened.
 
-    number: of the file in its part; parameters: names of those that have elements there.
+    number: of the file in its part; parameters: the names of those with elements there.
     """
 
     part: StoredPart
@@ -56,7 +56,7 @@ class Bad:
 
     @property
     def range(self) -> tuple[int, int]:
-        """Where its bytes start and stop in the part: a block is in one chunk, and a file has some of every row."""
+        """Where its bytes start and stop in the part. (A block is in one chunk; a file has a chunk of every row.)"""
         if not self.is_block:
             return 0, self.part.nbytes
         chunks = self.part.chunks
@@ -72,16 +72,16 @@ class Bad:
 
 
 def verify(directory: Path) -> list[dict[str, Any]]:
-    """What is bad of each run in a directory.
+    """The bad blocks of each run in a directory.
 
-    Raises StorageLockedError where a process has one, ManifestError where a commit cannot be read.
+    Raises StorageLockedError if a process uses one, ManifestError if a commit cannot be read.
     """
     runs: dict[str, Path] = {}
     for each in found_in(directory):
         for commit in _commits(each)[:1]:
             runs.setdefault(commit.run, each.folder)
     reports: list[dict[str, Any]] = []
-    for folder in runs.values():  # each as it is by its turn
+    for folder in runs.values():  # each is looked at again, as it may have changed
         for place in range(len(_commits(look(folder)))):
             find = partial(_commit_at, folder, place)
             with unchanged(find(), find) as found:
@@ -108,7 +108,7 @@ def _verified(values: Values) -> dict[str, Any]:
 
 
 def bad_blocks(values: Values) -> list[Bad]:
-    """All that are bad in the files of a commit."""
+    """All bad blocks in the files of a commit."""
     store = values.setting.store
     assert store is not None
     with ThreadPoolExecutor(len(store.drives) or 1, "greedysnake-verify") as pool:
@@ -157,7 +157,7 @@ def _bad_in(drive: Drive, part: StoredPart, number: int, memories: Sequence[Memo
 
 
 def words(report: dict[str, Any]) -> str:
-    """A report for people."""
+    """A report in words."""
     rate = format_bytes(int(report["nbytes"] / report["seconds"]))
     told = f"run {report['run']}, step {report['step']}: {format_bytes(report['nbytes'])} read, {rate}/s"
     if not report["bad"]:
@@ -170,6 +170,6 @@ def words(report: dict[str, Any]) -> str:
 
 
 def _names(row: dict[str, Any]) -> str:
-    """The first of the parameters, and how many more."""
+    """The first of the parameters, and the number of further ones."""
     names = row["parameters"]
     return ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
