@@ -54,7 +54,7 @@ def _made(folder: Path | None) -> Path | None:
 
 
 def takes(request: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator: the fields of a tuple become options of the command, before its own, which gets them as one object."""
+    """A decorator: a tuple's fields become options of the command, before its own; it receives them as one object."""
     defaults, types = request._field_defaults, get_type_hints(request, include_extras=True)
     options = [Parameter(name, ANY, default=defaults[name], annotation=types[name]) for name in types]
     return lambda command: _asking(command, options, lambda **asked: (request(**asked),))

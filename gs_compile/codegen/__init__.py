@@ -1,1 +1,1 @@
-"""From units to code: differentiated per class, compiled once per class."""
+"""From units to code: each class of units is differentiated and compiled once."""

@@ -1,7 +1,7 @@
-"""codes: the code that equal units of all captures share, and what makes it.
+"""codes: a cache of code, which equal units of all captures share.
 
-Units have equal code where their graphs and the settings are equal; for other lengths it is made with what it has in
-common with those that are there.
+Units share code if their graphs and the settings are equal. Code for a new sequence length is made from what is common
+to all lengths (`SharedCode`), if the cache has the same units at another length.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ MOST_MODELS = 64  # of one capture: sequence lengths, and sizes of the last micr
 
 
 class Codes:
-    """The code that equal layers of all captures share: of each, by its lengths. Any thread may ask for some."""
+    """The code of each class of units, by its lengths. Thread-safe."""
 
     def __init__(self) -> None:
         self._found: dict[Hashable, dict[tuple[int, ...], InPieces]] = {}
         self._guard = threading.Lock()
 
     def get(self, key: Hashable, lengths: tuple[int, ...], make: Callable[[SharedCode | None], InPieces]) -> InPieces:
-        """The code at some lengths; made where there is none, with what it has in common with those of others."""
+        """The code at these lengths; if there is none, `make` gets what is common to all lengths, if known."""
         with self._guard:
             codes = self._found[key] = self._found.pop(key, {})  # the latest last
             let_oldest_go(self._found, MOST_CODES)
@@ -45,7 +45,7 @@ _codes = Codes()
 
 
 def codes_of(units: Sequence[UnitGraph], keys: Sequence[Hashable], options: Options) -> dict[Unit, InPieces]:
-    """The code of units with these keys, prologue first and epilogue last."""
+    """The code of units, prologue first and epilogue last; keys: equal for units with equal code."""
     *inner, head = zip(units, keys, strict=True)
     codes = {unit.unit: code_of(unit, key, options) for unit, key in inner}
     codes[EPILOGUE] = code_of(*head, options, {key: codes[unit.unit] for unit, key in inner})
@@ -55,15 +55,15 @@ def codes_of(units: Sequence[UnitGraph], keys: Sequence[Hashable], options: Opti
 def code_of(
     unit: UnitGraph, key: Hashable, options: Options, beside: Mapping[Hashable, InPieces] | None = None
 ) -> InPieces:
-    """The code of a class of units, with what it has in common with the same class at other lengths.
+    """The code of a class of units.
 
-    beside: of the head, the code of the other units, by their keys: it may take as much memory.
+    beside: for the head, the code of the other units, by their keys: the head may use as much memory as that.
     """
     expert, chosen = options.expert, options.expert.compiler
     compiler: Compiler = best_compiler(unit.device_type) if chosen == "auto" or unit.is_meta else chosen
     generator = Generator(compiler, options.mode)
     size: int | None = 0
-    if beside is not None and not unit.is_meta:  # pieces of the head have as much memory as layers have in theirs
+    if beside is not None and not unit.is_meta:  # the head
         size = expert.piece_tokens
     elif isinstance(unit.unit, int) and not (unit.is_joint or unit.is_meta):
         size = expert.layer_tokens or 0
@@ -75,12 +75,12 @@ def code_of(
 
 
 def let_oldest_go(found: dict[Any, Any], most: int) -> None:
-    """Leave the entries that were put in last, `most` of them."""
+    """Remove the oldest entries until `most` are left."""
     while len(found) > most:
         del found[next(iter(found))]
 
 
 def global_settings() -> Hashable:
-    """The settings that code depends on beside its graph; Dynamo guards on it, so a change comes with a new capture."""
+    """torch's settings that code depends on. Dynamo guards on them, so a change causes a new capture."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     return (torch.get_default_dtype(), deterministic, torch.get_float32_matmul_precision(), torch.get_num_threads())

@@ -48,7 +48,7 @@ from gs_compile.program.ir import EPILOGUE, PROLOGUE, TIED, Program, StepShape, 
 from gs_compile.schedules import BY_MICRO_BATCH
 from gs_compile.version import __version__
 
-# For inspection: the compilations of each parameter's model. By identity: `==` of two tensors is a tensor.
+# For inspection: the compilations of each parameter's model. Keyed by identity: `==` of two tensors is a tensor.
 compilations_of: MutableMapping[torch.nn.Parameter, list[Compilation]] = WeakTensorKeyDictionary()
 
 MOST_PROGRAMS = 64  # of one capture: numbers of micro-batches, in training and in evaluation
@@ -58,11 +58,11 @@ MOST_PROGRAMS = 64  # of one capture: numbers of micro-batches, in training and 
 class SpecializedModel:
     """A captured model at one micro-batch size: its graph, its units and their code.
 
-    batch: the inputs of the captured graph that have the samples along a dimension, by index, and this dimension.
-    costs: what is known of its units at all micro-batch sizes.
-    loss_alone: of all that the model returns it makes the loss alone, also in an evaluation.
-    whole_numbers: those among the inputs of its first micro-batch, by index, on the CPU: code is timed with them, as
-        what it makes of others need be no index, such as the last token of a sequence without any.
+    batch: the batch dimension of each input of the captured graph that has one, by the input's index.
+    costs: what is known about its units at all micro-batch sizes.
+    loss_alone: it computes only the loss, none of the model's other outputs, also in an evaluation.
+    whole_numbers: the integer inputs of its first micro-batch, by index, on the CPU. Code is timed with them, because
+        made-up ones could lead to invalid indices, such as of the last token of an empty sequence.
     """
 
     micro_batch_size: int
@@ -83,7 +83,7 @@ class SpecializedModel:
 
     @cached_property
     def counted(self) -> Mapping[Unit, InPieces]:
-        """The code whose costs are counted: of a model on the meta device as if it were on a CPU."""
+        """The code whose costs are counted; a model on the meta device counts as if it were on a CPU."""
         if not any(unit.is_meta for unit in self.split.units):
             return self.codes
         as_traced = _with_expert(self.options, compiler="eager")
@@ -93,14 +93,14 @@ class SpecializedModel:
         return codes
 
     def note_inputs(self, inputs: Mapping[int, torch.Tensor]) -> None:
-        """Keep `whole_numbers` of its first micro-batch."""
+        """Set `whole_numbers`, if this is its first micro-batch."""
         for index, each in inputs.items() if not self.whole_numbers else ():
             has_numbers = not (each.dtype == torch.bool or each.is_floating_point() or each.is_complex())
             if has_numbers and not each.is_meta:
                 self.whole_numbers[index] = each.to("cpu", copy=True)
 
     def in_pieces(self, num_tokens: int | None) -> SpecializedModel:
-        """The model with layers that run on so many tokens at a time, as a plan says; None: as the options say."""
+        """The model with layers that run on `num_tokens` at a time, as a plan says; None: as the options say."""
         if num_tokens is None:
             return self
         if num_tokens not in self._in_pieces:
@@ -119,7 +119,7 @@ class SpecializedModel:
         return self._shape({g.unit for g in graphs if any(g.sources[i].kind == "input" for i in g.differentiable)})
 
     def shape_of(self, sizes: Iterable[UnitSize], tied: Set[Unit], *, training: bool = True) -> StepShape:
-        """The parts of a step with the parameters of `sizes` on tiers, those that the units `tied` share too."""
+        """The parts of a step whose parameters on the tiers are those of `sizes`; tied: the units that share some."""
         trained = {size.unit for size in sizes if size.trained_numels}
         shape = self._shape(trained | (tied if TIED in trained else set()))
         frozen = frozenset({TIED, *self.split.by_unit} - trained)
@@ -127,9 +127,9 @@ class SpecializedModel:
         return found if training else found.forward_alone
 
     def _shape(self, trained: Set[Unit]) -> StepShape:
-        """The parts of a step that takes gradients of what the units `trained` read.
+        """The parts of a step in which the parameters of the units `trained` have gradients.
 
-        The head's backward is apart where the loss, or its scale, is the user's own.
+        The head's backward is separate from its forward if the user computes the loss, or scales it.
         """
         units, sides = self.split.by_unit, self.split.sides
         of_batch = {unit for unit in sides if units[unit].differentiates(self.batch)}
@@ -152,12 +152,12 @@ class SpecializedModel:
 
     @cached_property
     def checkpoints(self) -> tuple[TensorSpec, ...]:
-        """The layers' inputs, and the epilogue's."""
+        """The inputs of the layers and of the epilogue."""
         return tuple(graph.result_specs[graph.results.index("x")] for graph in self.split.units[:-1])
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a micro-batch, padding too; samples, where a layer's input has no dimension of tokens."""
+        """Tokens of a micro-batch, with padding; samples, if a layer's input has no dimension of tokens."""
         return prod(self.checkpoints[0].shape[:-1])
 
     @cached_property
@@ -167,8 +167,8 @@ class SpecializedModel:
 
     @cached_property
     def side_nbytes(self) -> BoundaryNbytes:
-        """Bytes of all side inputs of one micro-batch, at the boundaries above what makes them; beside those of the
-        prologue the taps and their gradients, which are there no longer.
+        """Bytes of all side inputs of one micro-batch, at each boundary above the unit that makes them. With those of
+        the prologue, the bytes of the taps and their gradients, which live no longer.
         """
         units = self.split.units
         made = [each for unit in units for each in zip(unit.results, unit.result_specs, strict=True)]
@@ -177,7 +177,7 @@ class SpecializedModel:
 
     @cached_property
     def dside_nbytes(self) -> BoundaryNbytes:
-        """The bytes of the sums of the side inputs' gradients."""
+        """Bytes of the sums of the side inputs' gradients."""
         return self._of_sides(lambda spec: spec.summed_nbytes if spec.requires_grad else 0)
 
     def _of_sides(self, count: Callable[[TensorSpec], int], *, beside: int = 0) -> BoundaryNbytes:
@@ -186,9 +186,9 @@ class SpecializedModel:
         return shortest(found) if self.split.joints else (found[0],)
 
     def compile_code(self, shape: StepShape, levels: Mapping[Unit, Iterable[int]] = MappingProxyType({})) -> None:
-        """Compile what a step of this shape runs: backwards run in a thread of autograd's, which must not compile.
+        """Compile what a step of this shape runs, now: backwards run in autograd's threads, which must not compile.
 
-        levels: of each layer whose items do not all save their input alone, those that they have.
+        levels: the levels in use, of each layer whose items do not all have level 0.
         """
         wanted = []
         for unit, code in self.codes.items():
@@ -201,7 +201,7 @@ class SpecializedModel:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the code of all units, under the settings of now: see `Differentiated.fingerprint`."""
+        """A hash of the code of all units under the current settings (see `Differentiated.fingerprint`)."""
         codes = dict.fromkeys(code.fingerprint for code in self.codes.values())
         return sha256(repr((__version__, global_settings(), [*codes])).encode()).hexdigest()
 
@@ -211,14 +211,14 @@ class SpecializedModel:
 
     @cached_property
     def scales_gradients(self) -> bool:
-        """Whether the epilogue computes in fp16, whose gradients need the user's loss scale from the start."""
+        """Whether the epilogue computes in fp16: its gradients need the user's loss scale from the start."""
         nodes = self.split.units[-1].module.graph.nodes
         return any(getattr(node.meta.get("spec"), "dtype", None) == torch.float16 for node in nodes)
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step that was asked for: the code it runs, every snapshot of its program, and where its data is stored."""
+    """A step that was requested: the code it runs, every snapshot of its program, and where its data is stored."""
 
     model: SpecializedModel
     shape: StepShape
@@ -228,7 +228,7 @@ class Step:
 
 @dataclass
 class Compilation:
-    """Everything made from one capture; filled as calls of new sizes come."""
+    """Everything made from one capture; grows with each call of a new size."""
 
     captured: Captured
     options: Options
@@ -239,9 +239,9 @@ class Compilation:
     latest: Step | None = None
     seconds: float = 0.0  # spent in the passes
     compile_id: Any = field(default_factory=current_compile_id)  # for traces
-    has_tail: bool = False  # which reads all that the captured graph gives
-    tapped: frozenset[int] = frozenset()  # outputs that got a gradient, by number, and are not of the epilogue
-    outside: frozenset[Unit] = frozenset()  # units for whose outputs gradients arrived beside those of the loss
+    has_tail: bool = False  # a tail reads all outputs of the captured graph (see `without_tail`)
+    tapped: frozenset[int] = frozenset()  # indices of the outputs that got a gradient, except the epilogue's
+    outside: frozenset[Unit] = frozenset()  # units whose outputs got gradients that are not from the loss
     _warned: bool = False
 
     @property
@@ -251,7 +251,7 @@ class Compilation:
     def specialized(
         self, micro_batch_size: int, sizes: Mapping[str, int], *, alone: bool, loss_alone: bool = False
     ) -> SpecializedModel:
-        """The model's units at one micro-batch size; `alone`: this micro-batch is the whole batch."""
+        """The model at one micro-batch size; `alone`: this micro-batch is the whole batch."""
         key = (*self._key(sizes, micro_batch_size), alone, loss_alone)
         if key not in self.models:
             start = time.perf_counter()
@@ -261,7 +261,7 @@ class Compilation:
         return self.models[key]
 
     def buffers(self, args: Sequence[Any]) -> dict[str, torch.Tensor]:
-        """The buffers among the arguments of a call, by their names in the model."""
+        """The buffers among a call's arguments, by their names in the model."""
         pairs, root = zip(self.captured.inputs, args, strict=True), self.captured.root
         return {entry.path.removeprefix(root): arg for entry, arg in pairs if entry.role == "buffer"}
 
@@ -270,7 +270,7 @@ class Compilation:
         return num_samples, lengths, self.tapped
 
     def whole(self, models: Sequence[SpecializedModel]) -> tuple[UnitGraph, InPieces] | None:
-        """What a loss computes of all samples at once, and its code; None where all is by micro-batch."""
+        """What a loss computes from all samples at once, and its code; None: all is computed by micro-batch."""
         model, num_samples = models[0], sum(each.micro_batch_size for each in models)
         if model.split.whole is None:
             return None
@@ -288,23 +288,25 @@ class Compilation:
 
     @cached_property
     def exchange(self) -> fx.Node | None:
-        """The first collective of the forward that reads something else than the batch and constants; None: none."""
+        """The forward's first collective that reads something other than the batch and constants, if there is one."""
         known = self.captured.names("batch", "constant", "size")
         return first_exchange(self.captured.module, known)
 
     @cached_property
     def counts_over_ranks(self) -> bool:
-        """Whether collectives exchange nothing else. All ranks run them as often, whatever each has for a batch."""
+        """Whether there are collectives, and none of them is such an `exchange`. All ranks run them equally often,
+        whatever batch each has.
+        """
         return self.exchange is None and first_exchange(self.captured.module) is not None
 
     @cached_property
     def _of_batch(self) -> frozenset[str]:
-        """Inputs that are the size of the whole batch, on which no micro-batch depends."""
+        """Inputs that hold the size of the whole batch, on which no micro-batch depends."""
         captured = self.captured
         return frozenset(name for name, symbol in captured.symbols.items() if symbol in captured.batch_symbols)
 
     def program(self, model: SpecializedModel, num_micro_batches: int, shape: StepShape) -> list[Program]:
-        """Every snapshot of the step program, from `vertical` to the one that runs, which is the last."""
+        """Every snapshot of the step program, from `vertical` to the last, which runs."""
         expert, num_layers = self.options.expert, model.split.num_layers
         spec = StepSpec(num_layers, num_micro_batches, shape, schedule=expert.schedule, snake=expert.snake)
         if spec not in self.programs:
@@ -335,8 +337,8 @@ class Compilation:
         )
 
     def without_tail(self, sizes: Mapping[str, int]) -> tuple[Compilation, Tail] | None:
-        """The compilation of the model without outputs that need all samples at once, and what makes these of its
-        other results; None: there are none, or none that can be made so.
+        """The compilation of the model without the outputs that need all samples at once, and the tail that computes
+        these from its other results; None: there are no such outputs, or no tail can compute them.
         """
         module = specialize(self.captured, self.options.micro_batch_size, sizes)
         kept = self._kept(module, loss_alone=False)
@@ -348,7 +350,7 @@ class Compilation:
         return replace(self, captured=captured, has_tail=True, **empty), tail
 
     def _kept(self, module: fx.GraphModule, loss_alone: bool) -> list[bool]:
-        """Which outputs are asked for."""
+        """For each output, whether it is requested."""
         given = output_values(module)
         losses = losses_among(given, in_evaluation=loss_alone)
         all_are = self.has_tail or not losses or not (loss_alone or self.options.outputs == "loss")
@@ -372,7 +374,7 @@ def _with_expert(options: Options, **changes: Any) -> Options:
 
 
 def levels_of(models: Sequence[SpecializedModel]) -> tuple[tuple[Level, ...], ...]:
-    """What levels 1, 2 ... of each layer save, for micro-batches of these sizes; those that all sizes have alike."""
+    """What levels 1, 2, ... of each layer save, for micro-batches of these sizes: those levels that all sizes have."""
     return tuple(
         _levels([model.codes[layer].levels for model in models]) for layer in range(models[0].split.num_layers)
     )
@@ -384,7 +386,7 @@ def _levels(sizes: Sequence[Sequence[SavedLevel]]) -> tuple[Level, ...]:
 
 
 def losses_among(outputs: Sequence[Any], *, in_evaluation: bool) -> list[Any]:
-    """The scalar outputs that have a gradient; in_evaluation: where none has, as in an evaluation, all of them."""
+    """The scalar outputs that require a gradient; in_evaluation: all scalar outputs, if none requires one."""
     nodes = [value for value in outputs if isinstance(value, fx.Node)]
     scalars = [n for n in nodes if isinstance(n.meta["spec"], TensorSpec) and is_float_scalar(n.meta["spec"])]
     return [node for node in scalars if node.meta["spec"].requires_grad] or (scalars if in_evaluation else [])

@@ -1,8 +1,8 @@
-"""costs: what the functions of a unit cost: counted on a graph, or known from the graphs of two other batch sizes.
+"""costs: what a unit's functions cost: counted on a graph, or extrapolated from the graphs of two other batch sizes.
 
-Graphs of one unit for several numbers of samples differ in their sizes alone, of which each is the same in all or in
-proportion to the samples. Two graphs show whether that is so, and then say what a larger third one would count. Where
-they do not, as with a first sample that is treated apart, each number of samples has its graph traced.
+A unit's graphs for several numbers of samples usually differ only in their sizes, each of which is either constant or
+proportional to the number of samples. Two graphs show whether that is so; if it is, they give the counts of a larger
+third one without tracing it. If it is not, as when the first sample is treated differently, each graph is traced.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gs_compile.capture.memory import Lifetime, lifetimes, most_alive
 class Cost(NamedTuple):
     """The cost of one function of a unit.
 
-    nbytes: the most bytes that it has alive inside, beside its inputs, the results of a forward and the gradient of x.
+    nbytes: its peak of live bytes, without its inputs, the results of a forward and the gradient of x.
     """
 
     flops: float
@@ -30,14 +30,14 @@ class Cost(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What is counted on something that has several sizes: what all sizes have in common, and a size's own numbers."""
+    """What is counted at one size: a part that is the same for all sizes, and the numbers of this one."""
 
     structure: tuple[Any, ...]
     numbers: tuple[int, ...]
 
 
 def counted(graph: fx.GraphModule, held: Collection[int], *, compiled: bool = False) -> Counts:
-    """A graph's counts: operations of each node, then bytes of each memory. held, compiled: as of `lifetimes`."""
+    """A graph's counts: the operations of each node, then the bytes of each memory. held, compiled: see `lifetimes`."""
     nodes, alive = list(graph.graph.nodes), lifetimes(graph, held, compiled=compiled)
     flops = [int(node_flops(node)) if node.op == "call_function" else 0 for node in nodes]
     structure = tuple(str(node.target) for node in nodes), tuple((each.made, each.last) for each in alive)
@@ -45,7 +45,7 @@ def counted(graph: fx.GraphModule, held: Collection[int], *, compiled: bool = Fa
 
 
 def cost_of(counts: Counts) -> Cost:
-    """The cost of a graph, from what `counted` gives."""
+    """The cost of a graph, from its counts."""
     targets, spans = counts.structure
     flops, nbytes = counts.numbers[: len(targets)], counts.numbers[len(targets) :]
     alive = [Lifetime(made, last, each) for (made, last), each in zip(spans, nbytes, strict=True)]
@@ -54,9 +54,9 @@ def cost_of(counts: Counts) -> Cost:
 
 @dataclass
 class AllSizes:
-    """What is known of one unit by its number of samples: its own sizes, and of each function traced what it counts.
+    """What is known about one unit, by the number of samples: its sizes, and the counts of each traced function.
 
-    parts: of those that run on some tokens at a time, by their place and code; their samples are tokens.
+    parts: the same for each part that runs on some tokens at a time, by its place and code; its samples are tokens.
     """
 
     units: dict[int, Counts] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class AllSizes:
     parts: dict[tuple[Any, ...], AllSizes] = field(default_factory=dict)
 
     def of(self, unit: UnitGraph, samples: int) -> Costs | None:
-        """None where the unit was another one when it had as many samples before."""
+        """The costs for so many samples; None: another unit was seen with as many."""
         sizes = _sizes(unit)
         return Costs(self, samples) if self.units.setdefault(samples, sizes) == sizes else None
 
@@ -77,7 +77,7 @@ class Costs:
     samples: int
 
     def cost(self, name: str, count: Callable[[], Counts]) -> Cost:
-        """The cost of a function. count: what counts it on its own graph, which is traced for that."""
+        """The cost of a function. count: traces its graph and counts."""
         found = self.known.functions.setdefault(name, {})
         return cost_of(found.get(self.samples) or self._extended(found) or found.setdefault(self.samples, count()))
 
@@ -85,7 +85,7 @@ class Costs:
         return self.known.parts.setdefault((place, *_sizes(part).structure), AllSizes()).of(part, tokens)
 
     def _extended(self, counts: dict[int, Counts]) -> Counts | None:
-        """What follows from the last two numbers of samples that were traced, if the unit is as they say, too."""
+        """The counts that follow from the last two numbers of samples that were traced, if the unit's sizes do too."""
         traced, units = sorted(counts)[-2:], self.known.units
         if len(traced) < 2 or self.samples < traced[1]:
             return None
@@ -95,7 +95,7 @@ class Costs:
 
 
 def extended(two: Mapping[int, Counts], samples: int) -> Counts | None:
-    """The counts for a third number of samples; None where those of two others do not tell them."""
+    """The counts for a third number of samples; None: they do not follow from these two."""
     (few, at_few), (many, at_many) = two.items()
     if at_few.structure != at_many.structure:
         return None
@@ -111,7 +111,7 @@ def extended(two: Mapping[int, Counts], samples: int) -> Counts | None:
 
 
 def _sizes(unit: UnitGraph) -> Counts:
-    """What a unit is made of, the sizes of all that it takes and makes, and the numbers in its code."""
+    """A unit's structure, and as numbers the sizes of all that it takes and makes and the constants in its code."""
     nodes = list(unit.module.graph.nodes)
     specs = [each for each in tree_leaves([node.meta.get("spec") for node in nodes]) if isinstance(each, TensorSpec)]
     kinds = tuple((each.dtype, each.requires_grad, len(each.shape)) for each in (*unit.specs, *specs))

@@ -1,16 +1,16 @@
-"""differentiate: per class of units one forward, and one backward that recomputes from the unit's inputs.
+"""differentiate: one forward per class of units, and one backward that recomputes from the unit's inputs.
 
     forward(inputs)             -> results
     backward(inputs, gradients) -> gradients of the differentiable inputs     (runs forward again inside)
-    both(inputs)                -> results, gradients of the loss             (the head's, in one go)
+    both(inputs)                -> results, gradients of the loss             (of the head, in one call)
     joint(inputs, gradients)    -> results, gradients of the differentiable inputs
 
-Parameters' gradients may come as factors (`factor`); `graph` shows the graphs without that.
+The compiled code may return parameters' gradients as factors (`factor`); the graphs of `graph` are without them.
 
-Each is traced by functorch's `make_fx` with autograd running inside the trace, so what is compiled is a plain ATen
-graph: recomputation and backward are one graph, and what the backward does not need is not recomputed. (In the place
-of autograd `torch.func.vjp` refuses custom operators and autograd.Functions without `setup_context`, as in
-HuggingFace's mixture-of-experts layers.)
+Each function is traced by functorch's `make_fx` with autograd running inside the trace, so a plain ATen graph is
+compiled: recomputation and backward are one graph, and what the backward does not need is not recomputed.
+(`torch.func.vjp` is no alternative: it refuses custom operators, and autograd.Functions without `setup_context`, which
+HuggingFace's mixture-of-experts layers have.)
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ T = TypeVar("T")
 
 @dataclass
 class SharedCode:
-    """What units that differ in lengths alone have in common.
+    """What is common to units that differ only in their lengths.
 
-    parts: of those that run on some tokens at a time (`codegen.pieces`), by what they compute.
+    parts: the same for their parts that run on some tokens at a time (`codegen.pieces`), by what they compute.
     """
 
-    codes: list[Differentiated] = field(default_factory=list)  # whose functions begin with the lengths
-    refusal: str = ""  # why torch can make none
+    codes: list[Differentiated] = field(default_factory=list)  # its functions take the lengths as first arguments
+    refusal: str = ""  # why torch cannot make any
     draws_random: bool | None = None
     parts: dict[Hashable, SharedCode] = field(default_factory=dict)
     taking: dict[tuple[int, ...], SharedCode] = field(default_factory=dict)
 
     def of(self, taken: tuple[int, ...]) -> SharedCode:
-        """The code of these units whose backward takes the gradients of these results alone."""
+        """The same for code whose backward takes the gradients of these results alone."""
         return self.taking.setdefault(taken, SharedCode())
 
 
 class Cuts(NamedTuple):
-    """The levels above 0, and the code whose graphs they are; reason: why there are none."""
+    """The levels above 0, and the code that their graphs belong to; reason: why there are none."""
 
     code: Differentiated
     found: Sequence[Cut]
@@ -72,12 +72,12 @@ class Cuts(NamedTuple):
 
 
 class Differentiated:
-    """The functions of one class of units, each traced and compiled by `generator` when it is first asked for.
+    """The functions of one class of units, each traced and compiled by `generator` at its first use.
 
-    `graphs` holds the ATen graphs made so far. Where lengths are symbolic in the capture, functions are those that
-    `common` has for all lengths, as far as they may be used with these.
+    `graphs` holds the ATen graphs made so far. If the capture has symbolic lengths, functions are shared: `common` has
+    one for all lengths, which is used if its guards hold for these lengths.
 
-    sizes: of such a code itself, the symbols that it is traced with. costs: those known from other batch sizes.
+    sizes: for such shared code, the symbols that it is traced with. costs: those known from other batch sizes.
     """
 
     costs: Costs | None = None
@@ -95,9 +95,9 @@ class Differentiated:
         self._functions: dict[tuple[str, int], Function] = {}
 
     def function(self, name: str, level: int = 0) -> Function:
-        """The compiled "forward", "backward" or "both"; gradients of parameters come as factors where they can.
+        """The compiled "forward", "backward" or "both"; gradients of parameters are factors where possible.
 
-        At a level above 0, of `levels`, "forward" and "backward" are as `codegen.levels` says.
+        At a level above 0, "forward" and "backward" take and return what `codegen.levels` says.
         """
         key = (name, level)
         if key not in self._functions:
@@ -116,7 +116,7 @@ class Differentiated:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of all that its speed follows from but the machine; of the same code the same in every process."""
+        """A hash of all that determines its speed, except the machine; the same in every process for equal code."""
         unit = self.unit
         graphs = [each.code for each in unit.module.modules() if isinstance(each, fx.GraphModule)]
         read = [(source.kind, spec) for source, spec in zip(unit.sources, unit.specs, strict=True)]
@@ -125,12 +125,12 @@ class Differentiated:
 
     @property
     def compiles_in_forks(self) -> bool:
-        """Whether a fork of this process can compile it into inductor's cache: nothing runs on the way."""
+        """Whether a fork of this process can compile it into inductor's cache: compiling must not run anything."""
         return self._generator == Generator("inductor") and self.unit.device_type == "cpu"
 
     @property
     def levels(self) -> tuple[SavedLevel, ...]:
-        """The levels above 0; none where `no_levels_reason` says why."""
+        """The levels above 0; if there are none, `no_levels_reason` says why."""
         return tuple(cut.level for cut in self._cuts.found)
 
     @property
@@ -166,7 +166,7 @@ class Differentiated:
         traced = self._traced("joint")
         try:
             graph = self._generator.functional(traced, self._arguments("joint"), self._sizes)
-        except RuntimeError as error:  # an operator of the user's that changes memory in its own way
+        except RuntimeError as error:  # a user's operator that changes memory in its own way
             raise CannotSaveError(str(error)) from error
         draws = [n for n in self.graph("forward").graph.nodes if n.op == "call_function" and draws_random(n)]
         x = self._x + len(self._symbols)
@@ -177,10 +177,10 @@ class Differentiated:
         return [source.kind for source in self.unit.sources].index("x")
 
     def _of_all_lengths(self, ask: Callable[[Differentiated], T], code: Differentiated | None = None) -> T | None:
-        """What the code of all lengths has (`code`, or the first that may be used with these); None: there is none."""
+        """`ask` of the code for all lengths (`code`, or the first that holds for these); None: there is none."""
         if self._sizes or code is self or self.common.refusal:
             return None
-        if min(self._lengths, default=0) < 2:  # torch treats 0 and 1 as like no other
+        if min(self._lengths, default=0) < 2:  # torch specializes on 0 and 1
             return None
         try:
             code = code or next((known for known in self.common.codes if known._holds(self._lengths)), None)
@@ -188,7 +188,7 @@ class Differentiated:
                 code = Differentiated(self.unit, self._generator, sizes=Sizes(self.unit.symbols))
                 self.common.codes.append(code)
             found = ask(code)
-            return found if code._holds(self._lengths) else None  # what was asked for may ask for more of lengths
+            return found if code._holds(self._lengths) else None  # `ask` may have added guards
         except Exception as error:  # noqa: BLE001 (of any kind, from any of torch's operations)
             self.common.refusal = shorten(str(error), 200) or type(error).__name__
             warnings.warn(
@@ -200,19 +200,19 @@ class Differentiated:
         return None
 
     def _holds(self, lengths: Sequence[int]) -> bool:
-        """Whether what is traced and compiled so far, with symbols, may be used with these lengths."""
+        """Whether the guards of what is traced and compiled so far hold for these lengths."""
         assert self._sizes is not None
         return self._sizes.hold(lengths)
 
     @property
     def draws_random(self) -> bool:
-        """Whether the forward draws random numbers, so that the backward must draw the same."""
+        """Whether the forward draws random numbers: the backward must draw the same ones."""
         if self.common.draws_random is None:
             self.common.draws_random = any(map(draws_random, self.graph("forward").graph.nodes))
         return self.common.draws_random
 
     def graph(self, name: str, level: int = 0) -> fx.GraphModule:
-        """The ATen graph of "forward", "backward" or "both"; traced, not compiled, when it is first asked for."""
+        """The ATen graph of "forward", "backward" or "both"; traced at its first use, not compiled."""
         if level:
             code, found, _ = self._cuts
             cut = found[level - 1]
@@ -227,7 +227,7 @@ class Differentiated:
         return self._known_or(name, partial(self._counted, name))
 
     def cost_with_results(self, name: str) -> Cost:
-        """The cost of "forward", or of "joint" as factored, with its results counted as alive inside."""
+        """The cost of "forward", or of "joint" with factors, including the bytes of its results."""
 
         def count() -> Counts:
             graph = self.factored(name)[0] if name == "joint" else self.graph(name)
@@ -257,23 +257,23 @@ class Differentiated:
 
     @property
     def last_name(self) -> str:
-        """The function that runs in a training step after "forward", or in its place."""
+        """The function that runs in a training step after "forward", or in place of it."""
         if not self.is_trained:
             return "forward"
         return "both" if "loss" in self.unit.results else "backward"
 
     @property
     def workspace_nbytes(self) -> int:
-        """The most bytes that its code has alive inside, beside inputs and results."""
+        """The peak of its code's live bytes, without inputs and results."""
         return max(self.cost(name).nbytes for name in {"forward", self.last_name})
 
     @property
     def on_all(self) -> tuple[str, ...]:
-        """The operations that run on all tokens, by name, of a layer that runs in pieces otherwise."""
+        """The names of the operations that run on all tokens, in a layer that otherwise runs in pieces."""
         return ()
 
     def _resized(self, name: str, cut: Cut) -> fx.GraphModule:
-        """A graph of a level with numbers for its symbols."""
+        """A graph of a level, with its symbols replaced by numbers."""
         arguments = [replace(spec, requires_grad=False) for spec in self._arguments("joint")]
         inputs, gradients = arguments[: len(self.unit.specs)], arguments[len(self.unit.specs) :]
         if name == "backward":
@@ -295,7 +295,7 @@ class Differentiated:
 
     @cached_property
     def nondeterministic(self) -> tuple[Nondeterministic, ...]:
-        """What of its code in a training step may give other bits in another run on a GPU."""
+        """The operations of a training step that may give different bits from run to run on a GPU."""
         watch = NondeterminismMode(self.unit.module)
         with self._making():
             whole = self._traced(self.last_name, watch)
@@ -305,7 +305,7 @@ class Differentiated:
 
     @property
     def _symbols(self) -> Collection[Any]:
-        """The symbols that its functions begin with."""
+        """The symbols that its functions take as first arguments."""
         return self._sizes.symbols if self._sizes else ()
 
     def _arguments(self, name: str) -> tuple[TensorSpec, ...]:
@@ -321,20 +321,20 @@ class Differentiated:
     def factored(
         self, name: str, whole: fx.GraphModule | None = None
     ) -> tuple[fx.GraphModule, tuple[Form | None, ...]]:
-        """The graph of "backward", "both" or "joint" with parameters' gradients as factors, and the results' forms."""
+        """The graph of "backward", "both" or "joint" with parameters' gradients as factors, and its results' forms."""
         num_results = len(self.unit.results) if name in ("both", "joint") else 0
         chosen = [self.unit.sources[index].kind == "input" for index in self.unit.differentiable]
         return factor(whole or self.graph(name), [*[False] * num_results, *chosen])
 
     @contextmanager
     def _making(self) -> Iterator[None]:
-        """One thread is inside at a time. Counts what it takes, also where that counts parts of itself."""
-        with compile_lock:  # torch changes the state of its process to trace and to compile
+        """Only one thread at a time is inside. Adds its time to `seconds`, once if nested."""
+        with compile_lock:  # tracing and compiling change torch's global state
             start, before = time.perf_counter(), self.seconds
             yield
             self.seconds = before + time.perf_counter() - start
 
-    # The functions that are traced, of what runs the unit ------------------------------------------------------------
+    # The functions that are traced; `run` runs the unit ---------------------------------------------------------------
 
     def _backward(self, run: Function, *arguments: torch.Tensor) -> Tensors:
         return self._joint(run, *arguments)[len(self.unit.results) :]
@@ -350,8 +350,8 @@ class Differentiated:
         return self._pull(results, [loss], inputs, [torch.ones_like(loss)])
 
     def _pull(self, results: Tensors, chosen: Tensors, inputs: Tensors, gradients: Tensors) -> Tensors:
-        """The results, and gradients of the differentiable inputs; zeros for one that chosen ones do not depend on."""
+        """The results, and the gradients of the differentiable inputs: zeros if no chosen result depends on one."""
         wanted = [inputs[index] for index in self.unit.differentiable]
-        with torch.autograd.set_detect_anomaly(False):  # which looks at values, and there are none while it is traced
+        with torch.autograd.set_detect_anomaly(False):  # it looks at values, and tracing has none
             pulled = torch.autograd.grad(chosen, wanted, gradients, allow_unused=True, materialize_grads=True)
         return (*(result.detach() for result in results), *pulled)

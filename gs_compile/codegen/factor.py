@@ -1,4 +1,4 @@
-"""factor: parameters' gradients leave a unit's code as their factors where these are smaller.
+"""factor: a unit's code returns a parameter's gradient as two factors, if these are smaller.
 
     before      dw = mm(left, right)                                   return dx, dw
     after                                                              return dx, left, right
@@ -6,14 +6,14 @@
     before      dw = embedding_dense_backward(rows, ids, 50257)        return dw
     after                                                              return ids, rows
 
-Whoever adds a gradient to a sum then adds the product in one go (`capture.gradients`), for every micro-batch one
-pass over memory less to write it and one less to read it. The factors of a weight are smaller than it as long as a
-micro-batch has few tokens, fewer than half of its smaller side at any rate; just then the addition would take long
-beside the product. What is alive in the unit's code is never more than before: until where the product would have been
-made the same, from there on the factors in its place.
+The code that adds the gradient to a sum then multiplies and adds in one call (`capture.gradients`). For every
+micro-batch this saves writing the gradient to memory once and reading it once. A weight's factors are smaller than the
+weight if the micro-batch has few tokens: always if these are fewer than half of its smaller side. That is just when
+the addition would take long compared with the product. The unit's code never has more bytes alive than before: up to
+the place of the product the same, and from there on the factors instead of the product.
 
-A product is only left open in the dtype in which gradients are summed: bf16 factors would have to be added in fp32,
-for which the matrix library of the CPU has no call.
+This is done only in the dtype in which gradients are summed: bf16 factors would have to be added in fp32, for which the
+CPU's matrix library has no call.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from gs_compile.capture.gradients import Factors, Product, SparseRows, Term
 from gs_compile.capture.graph import graph_module, hint, output_values
 
 aten = torch.ops.aten
-Form = Callable[[Tensor, Tensor], Factors]  # what two results of the code are together
+Form = Callable[[Tensor, Tensor], Factors]  # makes one gradient of two results
 
 
 def factor(module: fx.GraphModule, chosen: Sequence[bool]) -> tuple[fx.GraphModule, tuple[Form | None, ...]]:
-    """A copy of an ATen graph with those of its `chosen` results that can be as factors.
+    """A copy of an ATen graph that returns its `chosen` results as factors, where that is possible.
 
-    The form of each result is None where it is a tensor as before; else it is two tensors, which the form makes one of.
+    A result's form is None if it is a tensor as before; else the graph returns two tensors, of which the form makes it.
     """
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.graph_copy(module.graph, copies)
@@ -53,19 +53,19 @@ def factor(module: fx.GraphModule, chosen: Sequence[bool]) -> tuple[fx.GraphModu
 
 
 def assemble(results: Sequence[Tensor], forms: Sequence[Form | None]) -> tuple[Term, ...]:
-    """The results of the code with those forms, one entry for each form."""
+    """The results of code whose results have these forms, one entry for each form."""
     rest = iter(results)
     return tuple(next(rest) if form is None else form(next(rest), next(rest)) for form in forms)
 
 
 def _factors(result: fx.Node) -> tuple[Form, tuple[fx.Node, fx.Node]] | None:
-    """The form and the two nodes of a gradient that nothing else needs and that is larger than they are together."""
+    """The form and the two factors of a gradient, if it is larger than both together and nothing else needs it."""
     node, user, is_flipped = result, None, False
     while not node.users.keys() - {user}:
         if node.target is aten.mm.default:
             left, right = _nodes(node, 2)
             dtype = node.meta["val"].dtype
-            is_summed = dtype == torch.promote_types(dtype, torch.float32)  # in the dtype that it has
+            is_summed = dtype == torch.promote_types(dtype, torch.float32)  # in its own dtype
             if not is_summed or _numel(left, right) >= _numel(node):
                 return None
             return Product, ((_transposed(right), _transposed(left)) if is_flipped else (left, right))
@@ -78,13 +78,13 @@ def _factors(result: fx.Node) -> tuple[Form, tuple[fx.Node, fx.Node]] | None:
 
 
 def _rows(node: fx.Node) -> tuple[Form, tuple[fx.Node, fx.Node]] | None:
-    """The rows of an embedding whose gradient is not scaled by how often a row is used."""
+    """As `_factors`, of an embedding's gradient that is not scaled by how often a row is used."""
     rows, ids = _nodes(node, 2)
     num_rows, padding, is_scaled = node.args[2:]
     assert isinstance(num_rows, int)
     if is_scaled or _numel(rows, ids) >= _numel(node):
         return None
-    if padding != -1:  # the row that stays as it is
+    if padding != -1:  # the padding row has no gradient
         new = node.graph.call_function
         with node.graph.inserting_before(node):
             keeps = new(aten.unsqueeze.default, (new(aten.ne.Scalar, (ids, padding)), -1))
@@ -111,5 +111,5 @@ def _nodes(node: fx.Node, count: int) -> list[fx.Node]:
 
 
 def _numel(*nodes: fx.Node) -> int:
-    """Where lengths are symbolic, that of the first: a form for each would be another code."""
+    """Symbolic lengths count as at the first call: a form for each length would make different code."""
     return sum(hint(node.meta["val"].numel()) for node in nodes)

@@ -1,4 +1,4 @@
-"""layout: the span of each parameter in its unit's flat buffer, and how a capture reads the parameters there."""
+"""layout: the span of each parameter in its unit's flat buffer, and how a capture reads its parameters from there."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from gs_compile.runtime.updates import Run
 @dataclass(frozen=True)
 class ParameterLayout:
     """The parameters of each unit: trained ones first, by param group and width, then frozen ones, each at a multiple
-    of QUANTUM. Where most are matrices that are orthogonalized, elements have one moment, and what needs two takes
-    twice the elements, of which the second half has second moments alone.
+    of QUANTUM. If most are matrices that are orthogonalized, every element has one moment; a parameter that needs two
+    takes twice the elements, and the second half holds only second moments.
 
-    A parameter that several units read belongs to unit "t". Where ranks share the units, spans are places in what all
-    have together; runs and sizes are this rank's.
+    A parameter that several units read belongs to unit "t". If ranks share the units, spans are places in the buffer of
+    all ranks together; runs and sizes are this rank's.
     """
 
     spans: Mapping[int, Slice]  # by input index
-    runs: Mapping[Unit, Sequence[Run]]  # the trained elements, cut where these differ
+    runs: Mapping[Unit, Sequence[Run]]  # the trained elements, cut where their settings differ
     sizes: tuple[UnitSize, ...]
     types: Mapping[Unit, Types]
 
@@ -54,11 +54,14 @@ def lay_out(
 ) -> ParameterLayout:
     """The layout of a captured model.
 
-    types_by: of parameters of a dtype, their types; groups: of each trained parameter, by input index, the param group,
-    the optimizer's steps before its first, and whether it is idle (`Run`); None: they are all alike; share: the rank,
-    and how many have each unit together; codecs: of frozen parameters, by input index; matrices: what is
-    orthogonalized, by input index; None: nothing ever is. Raises `CaptureError` for a unit with dtypes that do not go
-    together.
+    types_by: the types of parameters of a dtype.
+    groups: of each trained parameter, by input index, the param group, the number of optimizer steps before its first,
+        and whether it is idle (`Run`); None: these are equal for all.
+    share: this rank, and the number of ranks that share each unit.
+    codecs: of frozen parameters, by input index.
+    matrices: those that are orthogonalized, by input index; None: the optimizer never does.
+
+    Raises `CaptureError` for a unit whose dtypes cannot be in one buffer.
     """
     specs, owners = _owned(split, captured)
     rank, world = share
@@ -69,7 +72,7 @@ def lay_out(
         is_trained = specs[index].requires_grad
         group = groups[index] if is_trained and groups is not None else (0, 0, False)
         width = 0 if index in codecs else types[owners[index]].width(specs[index].dtype)
-        return not is_trained, group, width * is_trained, index * group[-1]  # an idle one is a run of its own
+        return not is_trained, group, width * is_trained, index * group[-1]  # an idle parameter has its own run
 
     for unit in dict.fromkeys(owners.values()):
         found = [index for index, owner in owners.items() if owner == unit]
@@ -94,7 +97,7 @@ def lay_out(
 
 
 def _owned(split: Split, captured: Captured) -> tuple[dict[int, TensorSpec], dict[int, Unit]]:
-    """All parameters, by input index, and the unit that each is in."""
+    """All parameters, by input index, and the unit that each belongs to."""
     specs, owners = dict[int, TensorSpec](), dict[int, Unit]()
     for graph in split.units:
         for index, spec in graph.parameters(captured).items():
@@ -108,8 +111,8 @@ def _runs(
     matrices: Mapping[int, Matrices] | None,
     mine: Callable[..., Iterator[Owned]],
 ) -> Iterator[Run]:
-    """What of parameters that are alike is this rank's; of an optimizer that orthogonalizes each by itself, and of
-    matrices the whole.
+    """This rank's part of parameters with equal settings. With an optimizer that orthogonalizes, each parameter has
+    its own runs, and a matrix is whole.
     """
     if matrices is None:
         for each in mine(alike.start, alike.stop):
@@ -124,10 +127,10 @@ def _runs(
 
 
 def _dtype(unit: Unit, members: Sequence[TensorSpec]) -> torch.dtype:
-    """The dtype of a unit's elements: its narrowest floating dtype, of several such ones a trained one.
+    """The dtype of a unit's elements: its narrowest floating dtype; of several equally narrow ones, a trained one.
 
-    A trained parameter has this dtype, or float32 where this is of 16 bits; a frozen one has any of so many bytes, or
-    of a multiple.
+    A trained parameter must have this dtype, or float32 if this has 16 bits; a frozen one any dtype whose width is a
+    multiple.
     """
     dtypes, trained = {spec.dtype for spec in members}, {spec.dtype for spec in members if spec.requires_grad}
     if complex_ones := sorted(str(dtype) for dtype in trained if dtype.is_complex):
@@ -150,8 +153,8 @@ def _dtype(unit: Unit, members: Sequence[TensorSpec]) -> torch.dtype:
 
 
 def encoded(split: Split, captured: Captured, frozen: Frozen | None, skip: Sequence[str] = ()) -> dict[int, str]:
-    """The codec, by input index, of each parameter that the option `frozen` means: frozen matrices of a layer alone, or
-    several of one shape together, as of experts; not those of modules to be skipped.
+    """The codec, by input index, of each parameter that the option `frozen` encodes: a layer's frozen matrices, or
+    stacks of matrices of one shape, as of experts; not those of modules to skip.
     """
     if frozen is None:
         return {}
@@ -166,22 +169,20 @@ def encoded(split: Split, captured: Captured, frozen: Frozen | None, skip: Seque
 
 
 def of_layers(split: Split, captured: Captured) -> Mapping[int, TensorSpec]:
-    """The parameters that layers alone read, by input index: all that are matrices for Muon are among them."""
+    """The parameters that only layers read, by input index. Muon's matrices are among them."""
     found = {unit.unit: unit.parameters(captured) for unit in split.units}
     others = {index for unit, specs in found.items() if not isinstance(unit, int) for index in specs}
     return {i: spec for unit in found for i, spec in found[unit].items() if i not in others}
 
 
 def may_be_encoded(path: str, spec: TensorSpec | torch.Tensor, skip: Sequence[str]) -> bool:
-    """Whether a parameter of a layer is a matrix, or several of one shape, and of no module that is to be skipped; not
-    where it is the bias of several.
-    """
+    """Whether a layer's parameter is a matrix or a stack of them, outside modules to skip. A stack of biases is not."""
     is_matrix = len(spec.shape) in (2, 3) and spec.dtype.is_floating_point and spec.dtype.itemsize > 1
     return is_matrix and set(skip).isdisjoint(path.split(".")) and not path.endswith("bias")
 
 
 def _span(unit: Unit, spec: TensorSpec, types: Types, codec: str) -> Slice:
-    """The span of a parameter, as if it were the first of its unit."""
+    """The span of a parameter, as if it came first in its unit."""
     if codec:
         return encoded_slice(unit, 0, spec.shape, spec.dtype, codec, types.parameter.itemsize)
     if spec.dtype == types.parameter:
@@ -190,7 +191,7 @@ def _span(unit: Unit, spec: TensorSpec, types: Types, codec: str) -> Slice:
 
 
 def _has_one_moment(members: Mapping[int, TensorSpec], matrices: Mapping[int, Matrices], *, alone: bool) -> bool:
-    """Whether more of a unit's trained elements need one moment than need two; among several ranks, whether all do."""
+    """Whether most of a unit's trained elements need one moment, not two; with several ranks, whether all do."""
     trained = {index: spec.numel for index, spec in members.items() if spec.requires_grad}
     one = sum(trained[index] for index in trained.keys() & matrices.keys())
     return 2 * one > sum(trained.values()) if alone else 0 < one == sum(trained.values())
@@ -203,7 +204,7 @@ def _placed(
     codecs: Mapping[int, str],
     matrices: Mapping[int, Matrices] | None,
 ) -> dict[int, Slice]:
-    """Each parameter of a unit as if it were the first there, with what its state is where there are matrices."""
+    """The span of each parameter of a unit, as if it came first there; with its kind of state if there are matrices."""
     has_one_moment = matrices is not None and len(types.state) - types.has_master == 1
 
     def placed(index: int, spec: TensorSpec) -> Slice:
@@ -239,7 +240,7 @@ def _size(
 
 
 def kept_dtype(parameter: torch.Tensor, options: Options) -> torch.dtype:
-    """The dtype in which a parameter is computed with, and kept beside its master."""
+    """The dtype of the copy of a parameter that is computed with and stored beside its master."""
     narrow = options.precision == "bf16" and parameter.dtype.is_floating_point
     return torch.bfloat16 if narrow else parameter.dtype
 
@@ -254,10 +255,10 @@ def tied_units(split: Split, spans: Mapping[int, Slice]) -> Set[Unit]:
 
 
 def bind(split: Split, args: Sequence[Any], spans: Mapping[int, Slice], units: Sequence[Unit]) -> Bindings:
-    """How one capture reads its inputs: parameters in `units` on the tiers, buffers and constants as they are.
+    """How one capture reads its inputs: parameters of `units` from the tiers, buffers and constants as they are.
 
     spans: of the arguments that are parameters, by input index. Raises `OptimizerError` for a parameter that is not on
-    the tiers, or in another unit there.
+    the tiers, or is in another unit there.
     """
     parameters: dict[Unit, dict[int, Binding]] = {unit: {} for unit in units}
     others: dict[Unit, dict[int, torch.Tensor]] = {graph.unit: {} for graph in split.units}

@@ -1,18 +1,18 @@
 """levels: what the forward of a class of units may save for its backward.
 
     level 0     nothing: the backward runs the forward again from the unit's inputs
-    level 1     what saves most operations for its bytes: results of matrix products, of attention
+    level 1     what saves the most operations per byte: results of matrix products and of attention
     level 2     all that the backward reads
 
-Forward and backward are traced as one graph, a joint one. torch's partitioner chooses values in it
-(`capture.partition`); here each choice becomes a forward that returns them beside its results, and a backward that
-takes them and computes what else it needs from the unit's inputs:
+Forward and backward are traced as one graph, the joint graph. torch's partitioner chooses values in it
+(`capture.partition`). Here each choice becomes a forward that returns these values after its results, and a backward
+that takes them and recomputes whatever else it needs from the unit's inputs:
 
     forward(inputs)                                   -> results, saved
     backward(inputs without x, saved, gradients)      -> gradients          (with x where the level reads it)
 
-What is saved is whole in memory: of a view its base. Random numbers are never saved: each backward draws all that the
-forward draws, in its order.
+Only whole memory is saved: the base of a view, not the view. Random numbers are never saved: each backward draws all
+that the forward draws, in the same order.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from gs_compile.capture.inductor import changes_memory, draws_random, memory_of
 from gs_compile.capture.partition import LIKE, CannotSaveError, choices, write_sizes
 from gs_compile.placement.levels import aligned
 
-Size = Callable[[Any], int]  # from a size, symbolic or not, to a number
+Size = Callable[[Any], int]  # gives the number of a size, which may be symbolic
 aten = torch.ops.aten
-# Of their first argument these read shape and layout alone.
+# These read only the shape and layout of their first argument.
 SHAPES = {aten.empty_like, aten.rand_like, aten.randn_like, aten.zeros_like, aten.ones_like, aten.full_like}
 SHAPES |= {aten.new_empty, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty_strided}
 
 
 @dataclass(frozen=True, slots=True)
 class SavedLevel:
-    """What one level saves of one micro-batch, and what its code costs."""
+    """What one level saves for one micro-batch, and what its code costs."""
 
     specs: tuple[TensorSpec, ...]
     reads_input: bool  # whether its backward reads the unit's input x
@@ -61,13 +61,13 @@ class Cut:
     level: SavedLevel
     forward: fx.GraphModule
     backward: fx.GraphModule
-    num_again: int  # operations of the forward that the backward runs again
+    num_again: int  # operations of the forward that the backward repeats
 
     def graph(self, name: str) -> fx.GraphModule:
         return self.forward if name == "forward" else self.backward
 
     def at(self, number: Size) -> Cut:
-        """The cut at other lengths. number: what a symbolic size comes to. The graphs keep their symbols."""
+        """The cut at other lengths. number: gives the number of a symbolic size. The graphs keep their symbols."""
         saved = output_values(self.forward)[-len(self.level.specs) :]
         level = replace(
             self.level,
@@ -80,13 +80,13 @@ class Cut:
 
 @dataclass(frozen=True)
 class JointGraph:
-    """The functional ATen graph of results and gradients of a unit."""
+    """The functional ATen graph of a unit's results and gradients."""
 
     module: fx.GraphModule
     num_gradients: int  # the last placeholders
     x: int  # the placeholder of the unit's input
     num_results: int
-    num_draws: int  # of the forward; these come first
+    num_draws: int  # of the forward, whose draws come first
 
     @cached_property
     def placeholders(self) -> list[fx.Node]:
@@ -94,12 +94,12 @@ class JointGraph:
 
     @property
     def given(self) -> list[fx.Node]:
-        """Gradients of the results."""
+        """The placeholders of the results' gradients."""
         return self.placeholders[len(self.placeholders) - self.num_gradients :]
 
     @property
     def inputs(self) -> list[fx.Node]:
-        """All others, sizes first where these are symbolic."""
+        """All other placeholders, symbolic sizes first."""
         return self.placeholders[: len(self.placeholders) - self.num_gradients]
 
     @cached_property
@@ -108,7 +108,7 @@ class JointGraph:
 
     @cached_property
     def free(self) -> set[fx.Node]:
-        """What every backward has: all inputs but x, random numbers, and what follows from these alone."""
+        """What every backward has anyway: all inputs but x, the random numbers, and what follows from these alone."""
         apart, nodes = {self.inputs[self.x], *self.given}, set[fx.Node]()
         for node in self.module.graph.nodes:
             is_mask = any(LIKE in each.meta for each in node.all_input_nodes) and node.args[1] == 1
@@ -118,7 +118,7 @@ class JointGraph:
 
     @cached_property
     def bases(self) -> dict[StorageWeakRef | None, fx.Node]:
-        """The node that made each memory."""
+        """The node that allocated each memory."""
         found: dict[StorageWeakRef | None, fx.Node] = {}
         for node in self.module.graph.nodes:
             if isinstance(node.meta.get("val"), torch.Tensor):
@@ -127,9 +127,9 @@ class JointGraph:
 
 
 def cuts(joint: JointGraph) -> list[Cut]:
-    """The levels above 0 that are worth their bytes, the smallest first: two at most.
+    """The levels above 0 that are worth their bytes, at most two, the smaller first.
 
-    Raises `CannotSaveError` where the unit cannot be cut.
+    Raises `CannotSaveError` if the unit cannot be cut.
     """
     _forget_values(joint.module.graph)
     write_sizes(joint.module.graph)
@@ -145,7 +145,7 @@ def cuts(joint: JointGraph) -> list[Cut]:
     per_byte = (whole.level.backward_flops - last.level.backward_flops) / last.level.nbytes
 
     def gain(cut: Cut) -> float:
-        """Operations saved more than by a part of the units at the last level that takes the same bytes."""
+        """The operations saved, beyond what `last` saves for as many bytes if only some units have it."""
         return whole.level.backward_flops - cut.level.backward_flops - per_byte * cut.level.nbytes
 
     best = max(others, key=gain, default=whole)
@@ -156,7 +156,7 @@ def cuts(joint: JointGraph) -> list[Cut]:
 
 
 def _refuse(module: fx.GraphModule) -> None:
-    """Raise for what cannot be cut: operations that change memory, draws of sizes not known, and whole graphs."""
+    """Raise for what cannot be cut: operations that change memory, draws of unknown size, and nested graphs."""
     for node in module.graph.find_nodes(op="get_attr"):
         if not isinstance(getattr(module, node.target, None), torch.Tensor):
             raise CannotSaveError(f"{node.target} is a graph inside the layer's")
@@ -168,10 +168,10 @@ def _refuse(module: fx.GraphModule) -> None:
 
 
 def _forget_values(graph: fx.Graph) -> None:
-    """Let what reads a shape alone read an empty tensor, so that it needs nothing to be computed.
+    """Make operations that read only a shape read an empty tensor, so that nothing need be computed for them.
 
-    A draw that is one operation with its product keeps what it multiplies, too; a kernel may draw in another order
-    where memory begins elsewhere.
+    A draw that is one operation with a product keeps its operand: a kernel may draw in another order if memory starts
+    elsewhere.
     """
     for node in graph.nodes:
         is_fused = node.target is aten.native_dropout.default
@@ -183,7 +183,7 @@ def _forget_values(graph: fx.Graph) -> None:
         with graph.inserting_before(node):
             kind = {"dtype": value.dtype, "device": value.device}
             empty = graph.call_function(aten.empty_strided.default, ([], []), kind)
-        # Symbols, until `write_sizes`: no node is made with them.
+        # Sizes are symbols until `write_sizes`: no node is made for them.
         empty.args = (list(value.shape), list(value.stride()))
         empty.meta["val"] = value.new_empty_strided(value.shape, value.stride())
         if is_fused:
@@ -193,7 +193,7 @@ def _forget_values(graph: fx.Graph) -> None:
 
 
 def _bases(joint: JointGraph, chosen: Iterable[fx.Node]) -> list[fx.Node]:
-    """What to save for the backward to have `chosen`: the tensors that these are views of, in the graph's order."""
+    """What to save so that the backward has `chosen`: the tensors that these are views of, in the graph's order."""
     wanted = {joint.bases[memory_of(node)] for node in chosen} - joint.free
     whole = [node for node in joint.draws if LIKE not in node.meta]  # the backward has all of these anyway
     drawn = {*joint.draws, *(user for node in whole for user in node.users if user.target is operator.getitem)}
@@ -207,7 +207,7 @@ def _bases(joint: JointGraph, chosen: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 def _cut(joint: JointGraph, saved: Sequence[fx.Node]) -> Cut:
-    """Forward and backward of the level that saves some nodes."""
+    """Forward and backward of the level that saves these nodes."""
     values = output_values(joint.module)
     results, gradients = values[: joint.num_results], values[joint.num_results :]
     first = joint.draws[: joint.num_draws]
@@ -229,7 +229,7 @@ def _cut(joint: JointGraph, saved: Sequence[fx.Node]) -> Cut:
 
 
 def _needed(module: fx.GraphModule, given: Collection[fx.Node], wanted: Iterable[Any]) -> set[fx.Node]:
-    """All nodes that `wanted` ones take to compute where `given` ones are there, these among them."""
+    """All nodes needed to compute `wanted` if `given` are known; those of both that are needed are among them."""
     needed = {node for node in wanted if isinstance(node, fx.Node)}
     for node in reversed(module.graph.nodes):
         if node in needed and node not in given:
@@ -238,7 +238,7 @@ def _needed(module: fx.GraphModule, given: Collection[fx.Node], wanted: Iterable
 
 
 def _read(node: fx.Node, needed: Collection[fx.Node], given: Collection[fx.Node] = ()) -> list[fx.Node]:
-    """What a node reads: one that draws a mask the shape alone, if nothing that is to compute is multiplied by it."""
+    """What a node reads. A draw of a mask reads only a shape, unless it computes a product that is needed."""
     if LIKE in node.meta and not any(user.args[1] == 0 and user in needed and user not in given for user in node.users):
         return [node.meta[LIKE]]
     return node.all_input_nodes
@@ -247,7 +247,7 @@ def _read(node: fx.Node, needed: Collection[fx.Node], given: Collection[fx.Node]
 def subgraph(
     module: fx.GraphModule, given: Sequence[fx.Node], wanted: Sequence[Any], draws: Sequence[fx.Node] = ()
 ) -> fx.GraphModule:
-    """The graph that computes `wanted` of `given`, and draws those random numbers."""
+    """The graph that computes `wanted` from `given`, and draws these random numbers."""
     graph = fx.Graph()
     copies = {node: graph.placeholder(node.name) for node in given}
     for node, copy in copies.items():
@@ -263,7 +263,7 @@ def subgraph(
 
 
 def _part(forward: fx.GraphModule, num_results: int) -> None:
-    """Let nothing that is saved share memory with a result."""
+    """Copy whatever is saved and shares memory with a result."""
     values = list(output_values(forward))
     results = {memory_of(value) for value in values[:num_results] if isinstance(value, fx.Node)}
     output = forward.graph.output_node()

@@ -1,9 +1,10 @@
-"""parts: the code of the parts of a unit (`codegen.token_wise`): on all tokens, or on some of them at a time.
+"""parts: the code of a unit's parts (`codegen.token_wise`), which run on all tokens or on some of them at a time.
 
-Both take what they read from `values`, by name, and put there what they make. `pull` takes the gradients of what a part
-makes out of `gradients`, and adds those of what it reads. taken: the results that have a gradient, by number; there are
-no zeros in the place of others. A part in pieces runs forward again in it, piece by piece, and leaves in `values` what
-is to be kept. Gradients of what all pieces read, such as a weight, are summed in fp32 at least (`capture.gradients`).
+Both kinds read their inputs from `values`, by name, and write their outputs there. `pull` is the backward: it removes
+the gradients of the part's outputs from `gradients` and adds those of its inputs. taken: the indices of the outputs
+that have a gradient; others get none, not zeros. In `pull`, a part in pieces runs its forward again, piece by piece,
+and leaves in `values` only what is to be kept. Gradients of what all pieces read, such as a weight, are summed in fp32
+or wider (`capture.gradients`).
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from gs_compile.codegen.token_wise import Subgraph, TokenPart
 from gs_compile.runtime.units import Accumulator, laid_out
 
 AS_TRACED = Generator("eager")
-Values = dict[Any, Any]  # by name, and by part what it has saved
+Values = dict[Any, Any]  # tensors by name, and by part those that it has saved
 
 
 class Gradients(dict[str, Tensor]):
-    """Gradients by name; rows: the memory of some that parts in pieces have made, [tokens, ...], to add to in place."""
+    """Gradients by name; rows: the memory [tokens, ...] of those that a part in pieces made, to add to in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,14 +45,14 @@ class Gradients(dict[str, Tensor]):
 
 
 class _Taking:
-    """A part whose backward takes the gradients of some results alone, and its code."""
+    """A part whose backward takes the gradients of only some results, and its code."""
 
     def __init__(self, part: Subgraph) -> None:
         self.part, self.code = part, Differentiated(part.graph, AS_TRACED)
 
     @cached_property
     def halves(self) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Forward and backward where it runs ahead: results and what the backward reads, which takes them, too."""
+        """Forward and backward of a part that runs ahead: the forward also returns what the backward reads."""
         return halves(self.code.graph("joint"), len(self.part.inputs), len(self.part.outputs))
 
     @cached_property
@@ -63,7 +64,7 @@ class _Taking:
 class WholePart:
     """A part that runs on all tokens; it is not compiled.
 
-    is_ahead: it runs forward ahead of the backward, which reads what that has made, as of attention.
+    is_ahead: its forward runs before any backward and saves what its own backward reads, as with attention.
     """
 
     def __init__(self, part: Subgraph) -> None:
@@ -79,7 +80,7 @@ class WholePart:
 
     @cached_property
     def reads(self) -> frozenset[str]:
-        """What its backward reads of the values that it takes."""
+        """Those of its inputs that its backward reads."""
         if not self.code.is_trained:
             return frozenset()
         placeholders = self.code.graph("backward").graph.find_nodes(op="placeholder")
@@ -90,7 +91,7 @@ class WholePart:
         return self.is_ahead and self.code.is_trained
 
     def compile_code(self, taken: tuple[int, ...] | None) -> None:
-        """Compile the code of a forward alone; or, where results are taken, of a backward."""
+        """Compile the backward that takes the gradients of these results; None: the forward."""
         if taken is None or (self.is_ahead and not taken):
             self.code.function("forward")
         elif taken and self.is_ahead:
@@ -99,7 +100,7 @@ class WholePart:
             self._taking(taken).code.function("backward")
 
     def inside_nbytes(self, *, backward: bool) -> int:
-        """Bytes alive inside, beside what it takes, makes and saves."""
+        """The peak of live bytes, without what it takes, makes and saves."""
         if self.saves:
             graph = self._all.halves[backward]
             return peak_nbytes(graph, () if backward else range(len(output_values(graph))))
@@ -109,12 +110,12 @@ class WholePart:
 
     @property
     def saved_nbytes(self) -> int:
-        """Bytes of what is saved beside what it takes."""
+        """Bytes of what is saved, without what it takes."""
         return sum(self._saved.values()) if self.saves else 0
 
     @cached_property
     def made_nbytes(self) -> dict[str, int]:
-        """Bytes of what it makes, without views of what it takes or saves."""
+        """Bytes of each result; 0 for a view of what it takes or saves."""
         graph = self._all.halves[0] if self.saves else self.part.graph.module
         known = self._taken_memory(graph) | (self._saved.keys() if self.saves else set())
         made = zip(self.part.outputs, output_values(graph), self.part.graph.result_specs, strict=False)
@@ -122,7 +123,7 @@ class WholePart:
 
     @cached_property
     def _saved(self) -> dict[Any, int]:
-        """Bytes by memory."""
+        """Bytes of what is saved, by memory, without what it takes."""
         forward = self._all.halves[0]
         taken, values = self._taken_memory(forward), output_values(forward)
         saved = {memory_of(node): node for node in values[len(self.part.outputs) :]}
@@ -134,7 +135,7 @@ class WholePart:
 
     @property
     def pulled_nbytes(self) -> dict[str, int]:
-        """Of the gradients that it adds."""
+        """Bytes of the gradients that it adds."""
         taken = self.part.taken if self.code.is_trained else ()
         return {name: spec.nbytes for name, spec in taken if spec.requires_grad}
 
@@ -145,7 +146,7 @@ class WholePart:
         values[self] = made[len(self.part.outputs) :]
 
     def pull(self, values: Values, gradients: Gradients, keep: Set[str], taken: tuple[int, ...]) -> None:
-        """What its backward does not read may be missing in `values`."""
+        """The backward. Inputs that it does not read may be missing in `values`."""
         saved = values.pop(self, ())
         if not taken:
             return
@@ -161,10 +162,11 @@ class WholePart:
 
 @dataclass
 class _Pulled:
-    """What the pieces of a part have made of its backward, by name.
+    """What the pieces of a part have computed in its backward so far, by name.
 
-    keep, kept: names of outputs, and these. known, rows: gradients of what has tokens, [tokens, ...]: those that other
-        parts have begun, and new ones. shared: those of what all pieces read.
+    keep, kept: the names of the outputs to keep, and these outputs.
+    known, rows: gradients [tokens, ...] of inputs with tokens: those to which other parts have added, and new ones.
+    shared: gradients of what all pieces read.
     """
 
     keep: Set[str]
@@ -175,9 +177,9 @@ class _Pulled:
 
 
 class PartInPieces:
-    """A part that runs on `size` tokens at a time, at most; pieces that compute the same share their code in `shared`.
+    """A part that runs on at most `size` tokens at a time; pieces that compute the same share their code in `shared`.
 
-    A number that follows from the length, as where each token's loss is divided by it, is a constant of a piece.
+    A number derived from the length, such as the divisor of each token's loss, is a constant of a piece.
     """
 
     def __init__(self, part: TokenPart, size: int, generator: Generator, shared: dict[Hashable, SharedCode]) -> None:
@@ -185,13 +187,13 @@ class PartInPieces:
         self._generator, self._shared = generator, shared
         self._pieces: dict[tuple[int, tuple[int, ...] | None], tuple[Subgraph, Differentiated]] = {}
         self.is_ahead, self.saved_nbytes = False, 0
-        self._number = -(-part.num_tokens // size)  # of two sizes at most, as even as can be
+        self._number = -(-part.num_tokens // size)  # of pieces, whose sizes differ by one at most
         self._of_piece = -(-part.num_tokens // self._number)
         self.part, self._code = self._piece(self._of_piece)
 
     @cached_property
     def _ranges(self) -> list[tuple[int, int]]:
-        """Where pieces begin and end: of code that runs. What a plan counts may be of any size."""
+        """Where pieces begin and end. Only code that runs needs it: a plan may count pieces of any size."""
         number, num_tokens = self._number, self.tokens.num_tokens
         return list(pairwise(num_tokens * place // number for place in range(number + 1)))
 
@@ -204,12 +206,12 @@ class PartInPieces:
         return self._code.cost_with_results("forward").flops * self.tokens.num_tokens / self._of_piece
 
     def compile_code(self, taken: tuple[int, ...] | None) -> None:
-        """Compile code of a forward alone; or, where results are taken, of a backward, which may have none to take."""
+        """Compile the backward that takes the gradients of these results; None, or no results: the forward."""
         for begin, end in self._ranges:
             self._piece(end - begin, taken or None)[1].function("joint" if taken else "forward")
 
     def inside_nbytes(self, *, backward: bool) -> int:
-        """Bytes alive inside, beside what it takes and makes, and the gradients that it adds."""
+        """The peak of live bytes, without what it takes and makes, and the gradients that it adds."""
         return self._code.cost_with_results("joint" if backward and self._code.is_trained else "forward").nbytes
 
     @property
@@ -219,7 +221,7 @@ class PartInPieces:
 
     @property
     def pulled_nbytes(self) -> dict[str, int]:
-        """Of the gradients that it adds."""
+        """Bytes of the gradients that it adds."""
         return {
             name: self._of_all(spec) if name in self.tokens.forms else spec.summed_nbytes
             for name, spec in self.part.taken
@@ -235,7 +237,7 @@ class PartInPieces:
         values |= {name: self.tokens.shaped(name, tensor) for name, tensor in made.items()}
 
     def pull(self, values: Values, gradients: Gradients, keep: Set[str], taken: tuple[int, ...]) -> None:
-        """keep: what is put in `values` of what it makes, unless it has run ahead."""
+        """The backward. keep: the outputs to write to `values`, unless the part has run ahead."""
         if not taken:
             if not keep.isdisjoint(self.part.outputs):
                 self.forward(values)
@@ -274,7 +276,7 @@ class PartInPieces:
         into.shared.add(of_all, among=[*inputs, *outputs, *(tensor for term in terms for tensor in tensors_of(term))])
 
     def _piece(self, size: int, taken: tuple[int, ...] | None = None) -> tuple[Subgraph, Differentiated]:
-        """A piece of so many tokens, and its code. taken: by its backward; None: all that may have a gradient."""
+        """A piece of `size` tokens, and its code. taken: by its backward; None: all that may have a gradient."""
         taken = None if taken and taken == self.part.graph.differentiated else taken
         if (size, taken) not in self._pieces:
             part = self.tokens.of(size) if taken is None else self._piece(size)[0].taking(taken)
@@ -283,11 +285,11 @@ class PartInPieces:
         return self._pieces[size, taken]
 
     def know(self, costs: Costs, place: int) -> None:
-        """costs: of the whole unit, in which it has this place."""
+        """Use known costs. costs: of the unit; place: of this part in it."""
         self._code.costs = costs.of_part(place, self.part.graph, self._of_piece)
 
     def _rows(self, values: Values) -> Values:
-        """What it takes, what has tokens as [samples, tokens, ...]."""
+        """Its inputs; those with tokens as [samples, tokens, ...]."""
         forms, names = self.tokens.forms, self.part.inputs
         return {name: self.tokens.rows(name, values[name]) if name in forms else values[name] for name in names}
 
@@ -298,19 +300,19 @@ class PartInPieces:
         ]
 
     def _write(self, into: Values, tensors: Iterable[tuple[str, Any]], begin: int) -> None:
-        """Put those of a piece to their place among all."""
+        """Write a piece's tensors to their place among those of all tokens."""
         for name, tensor in tensors:
             if name not in into:
                 into[name] = tensor.new_empty(self.tokens.num_tokens, *tensor.shape[1:])
             into[name][begin : begin + len(tensor)] = tensor
 
     def _of_all(self, spec: TensorSpec) -> int:
-        """Bytes of a value of a piece, for all tokens."""
+        """Bytes of a piece's value, for all tokens."""
         return spec.nbytes // spec.shape[0] * self.tokens.num_tokens if spec.shape else spec.nbytes
 
 
 def halves(joint: fx.GraphModule, num_inputs: int, num_results: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """A graph of results and gradients, cut: inputs to results and what is saved; these and gradients to gradients."""
+    """The forward and backward of a joint graph: inputs -> results, saved; inputs, saved, gradients -> gradients."""
     nodes = [node for node in joint.graph.nodes if node.op != "output"]
     placeholders, values = joint.graph.find_nodes(op="placeholder"), output_values(joint)
     inputs, gradients = placeholders[:num_inputs], placeholders[num_inputs:]
@@ -328,5 +330,5 @@ def halves(joint: fx.GraphModule, num_inputs: int, num_results: int) -> tuple[fx
 
 
 def _laid_out(tensor: Tensor, spec: TensorSpec) -> Tensor:
-    """`tensor` with the strides that a part was traced for; whose memory is expanded is read as it is."""
+    """`tensor` with the strides that a part was traced for; unchanged if these are of an expanded tensor."""
     return tensor if 0 in spec.stride else laid_out(tensor, spec)

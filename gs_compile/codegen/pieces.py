@@ -1,12 +1,12 @@
-"""pieces: a unit whose parts that act on tokens one by one run on some of them at a time, so that what these make of
-all tokens, such as the logits, is never in memory.
+"""pieces: a unit whose token-wise parts run on some tokens at a time, so that their values for all tokens, such as the
+logits, are never in memory at once.
 
     forward    part by part
-    backward   forward, as far as a later part's backward reads what a part makes; then backward, from the last part on
+    backward   the forward of those parts whose results a later part's backward reads; then backward from the last part
 
-A head whose loss is a sum over tokens runs once: the gradient of that sum does not follow from its value, so the pieces
-run forward and backward together. A piece is as large as the memory that the code of other units takes anyway allows,
-and has `LEAST` tokens at least, on any device.
+A head whose loss is a sum over tokens runs once: the gradient of a sum does not depend on its value, so each piece runs
+forward and backward together. A piece is as large as fits in the memory that the other units' code needs anyway, and
+has at least `LEAST` tokens, on any device.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from gs_compile.codegen.token_forms import NotInPiecesError
 from gs_compile.codegen.token_wise import Chain, Subgraph, TokenPart, chain
 from gs_compile.program.ir import EPILOGUE
 
-LEAST = 192  # tokens of a piece: with fewer, products with the weights wait for the weights
-STEP = 64  # by which pieces grow
+LEAST = 192  # tokens of a piece: with fewer, reading the weights takes longer than multiplying with them
+STEP = 64  # in tokens: sizes of pieces above LEAST
 
 log = logging.getLogger(__name__)
 
 
 class InPieces(Differentiated):
-    """The code of a class of units, in pieces where that is asked for or saves memory.
+    """The code of a class of units, in pieces if that is requested or saves memory.
 
-    num_tokens: of a piece at most; None: as many as need no more memory than any of `beside`, the other units' code, if
-        all need more; 0: it is never cut.
+    num_tokens: the most tokens of a piece; 0: never in pieces; None: in pieces if the whole needs more memory than each
+        of `beside`, the other units' code, and then as many tokens as need no more than the largest of these.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class InPieces(Differentiated):
     ) -> None:
         super().__init__(unit, generator, common)
         self._beside, self._asked = beside, num_tokens
-        self.whole_reason = ""  # why it cannot run in pieces, where that was wanted
+        self.whole_reason = ""  # why it cannot run in pieces, if it should
         self._taking: dict[tuple[int, ...], InPieces] = {}
         self._taken: dict[frozenset[str], list[tuple[int, ...]]] = {}
         self._by_size: dict[int, list[WholePart | PartInPieces]] = {}
@@ -70,9 +70,9 @@ class InPieces(Differentiated):
         return function
 
     def taking(self, results: tuple[int, ...]) -> InPieces:
-        """The code whose backward takes the gradients of these results alone, of all `differentiated`.
+        """The code whose backward takes the gradients of only these results, not of all `differentiated`.
 
-        What leads to others is not run: zeros in the place of their gradients would be multiplied, by infinity perhaps.
+        What leads to the others is not run: zeros as their gradients might be multiplied by infinity.
         """
         if results == self.unit.differentiated:
             return self
@@ -94,7 +94,7 @@ class InPieces(Differentiated):
 
     @cached_property
     def tokens_per_piece(self) -> int | None:
-        """The most tokens of a piece, for this length; None: it runs whole. Pieces of all lengths share their code."""
+        """The most tokens of a piece, at this length; None: it runs whole. Pieces share their code over all lengths."""
         try:
             with self._making():
                 return self._chosen()
@@ -112,7 +112,7 @@ class InPieces(Differentiated):
         return Cuts(self, (), "it runs in pieces of tokens") if self.tokens_per_piece else super()._cuts
 
     def _chosen(self) -> int | None:
-        """As asked for, or those for which there is room; on a CPU, which gains nothing by more, `LEAST` or a few."""
+        """The requested number, or as many as fit; on a CPU, where larger pieces gain nothing, about `LEAST`."""
         name, room = self.last_name, max((each.workspace_nbytes for each in self._beside), default=0)
         if self._asked == 0 or (self._asked is None and super().cost(name).nbytes <= room):
             return None
@@ -121,7 +121,7 @@ class InPieces(Differentiated):
             raise NotInPiecesError("nothing in it acts on tokens one by one")
         if self._asked:
             return self._asked
-        size, most = LEAST, num_tokens // LEAST  # of pieces, so that none has less
+        size, most = LEAST, num_tokens // LEAST  # the most pieces that all have LEAST tokens
         if most > 1 and self.unit.device_type != "cpu":
             one, two = (self._nbytes(name, self._parts_of(size)) for size in (LEAST, 2 * LEAST))
             size += max(int((room - one) / max((two - one) / LEAST, 1.0)) // STEP * STEP, 0)
@@ -156,13 +156,13 @@ class InPieces(Differentiated):
                 if self.costs:
                     some.know(self.costs, place)
         read = set[str]()
-        for one in reversed(parts):  # those run ahead of the backward that make what the backward of later ones reads
+        for one in reversed(parts):  # a part runs ahead if the backward of a later one reads its results
             one.is_ahead = not read.isdisjoint(one.part.outputs)
             read |= one.reads.union(one.part.inputs if one.is_ahead else ())
         return parts
 
     def _nbytes(self, name: str, parts: Sequence[WholePart | PartInPieces]) -> int:
-        """The most bytes that a function has alive beside its inputs, results of a forward, and the gradient of x."""
+        """A function's peak of live bytes, without its inputs, the results of a forward, and the gradient of x."""
         if name == "forward":
             return self._nbytes_forward(parts)[1]
         keep, results = self._late(parts)[1] if name == "both" else set[str](), set(self.chain.made)
@@ -182,7 +182,7 @@ class InPieces(Differentiated):
         return peak
 
     def _nbytes_forward(self, parts: Sequence[WholePart | PartInPieces]) -> tuple[int, int]:
-        """The bytes that are alive after these parts, without results, and the most that were."""
+        """The bytes that are alive after these parts, without results, and their peak."""
         alive = peak = 0
         for part in parts:
             peak = max(peak, alive + part.inside_nbytes(backward=False))
@@ -217,14 +217,14 @@ class InPieces(Differentiated):
         return self._pulled(self._named(arguments[:number]), gradients, frozenset())
 
     def _seeds(self, name: str) -> set[str]:
-        """The results that the backward of a function begins at."""
+        """The results at which a function's backward begins."""
         unit = self.unit
         if name == "forward":
             return set()
         return {self.chain.made[i] for i in ([unit.results.index("loss")] if name == "both" else unit.differentiated)}
 
     def _taken_by(self, seeds: Iterable[str]) -> list[tuple[int, ...]]:
-        """The results of each part that have a gradient where these values have one."""
+        """The results of each part that have a gradient if these values have one."""
         if (key := frozenset(seeds)) not in self._taken:
             names, found = set(key), list[tuple[int, ...]]()
             for part in reversed(self._parts):
@@ -241,13 +241,13 @@ class InPieces(Differentiated):
         return tuple(values[each] if isinstance(each, str) else each for each in self.chain.made)
 
     def _late(self, parts: Sequence[WholePart | PartInPieces]) -> tuple[list[WholePart], set[str]]:
-        """The parts whose results are made after the backward, and the values that are kept for results until then."""
+        """The parts that run only after the backward, for the results, and the values that must be kept until then."""
         late = [part for part in parts if isinstance(part, WholePart) and not part.is_ahead]
         read = {name for part in late for name in part.part.inputs}
         return late, read.union(each for each in self.chain.made if isinstance(each, str))
 
     def _pulled(self, values: Values, gradients: Gradients, keep: Set[str]) -> tuple[Tensor, ...]:
-        """The gradients of the inputs, of those of the results. keep: what is in `values` after it."""
+        """The inputs' gradients, from those of the results. keep: the values to leave in `values`."""
         taken = self._taken_by(gradients.keys())
         for part, results in zip(self._parts, taken, strict=True):
             if part.is_ahead:
@@ -255,7 +255,7 @@ class InPieces(Differentiated):
         for part, results in zip(reversed(self._parts), reversed(taken), strict=True):
             for name in part.part.outputs if part.is_ahead else ():
                 if name not in keep:
-                    del values[name]  # whose readers have all been
+                    del values[name]  # all of its readers have run
             part.pull(values, gradients, keep, results)
         names = (self.chain.given[index] for index in self.unit.differentiable)
         return tuple(gradients[name] if name in gradients else torch.zeros_like(values[name]) for name in names)

@@ -1,8 +1,8 @@
 """side_by_side: functions of units compiled at the same time, on a CPU.
 
-Most of that time a process waits for a C++ compiler. So where the first function is not found in inductor's cache, the
-others are dealt out to forks of this process, which compile them into the cache and end; then all are taken from there.
-A fork that fails or lasts too long costs time alone: this process compiles what it does not find.
+Most of that time a process waits for a C++ compiler. So if the first function is not in inductor's cache, forks of this
+process share the others, compile them into the cache and end; then this process loads all from there. A fork that fails
+or takes too long only costs time: this process compiles what it does not find.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from gs_compile.progress import stage
 NBYTES = 1 << 30  # of memory that a fork with its C++ compiler may take
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 ENDS = (signal.SIGINT, signal.SIGTERM)
-PATIENCE = 60.0, 3.0  # seconds that a fork may take, and times those of this process with its own part
+PATIENCE = 60.0, 3.0  # seconds that a fork may take at least, and as a multiple of this process's own share
 
 
 class Wanted(NamedTuple):
-    """A function of a unit's code, by the arguments of `Differentiated.function`."""
+    """A function of a unit's code, given by the arguments of `Differentiated.function`."""
 
     code: Differentiated
     name: str
@@ -41,8 +41,8 @@ class Wanted(NamedTuple):
 
 
 def compile_all(wanted: Sequence[Wanted]) -> None:
-    """Compile these, where they are not compiled yet; a bar on the terminal says how far it is."""
-    with compile_lock:  # a fork has this thread alone, and what it holds
+    """Compile those that are not compiled yet; a bar on the terminal shows the progress."""
+    with compile_lock:  # a fork has only this thread, with the locks that it holds
         missing = dict.fromkeys(each for each in wanted if not each.code.has_function(each.name, each.level))
         if missing:
             _compile(*missing)
@@ -77,7 +77,7 @@ def _most_processes() -> int:
 
 @contextmanager
 def _forked(shares: Sequence[Sequence[Wanted]]) -> Iterator[Callable[[], None]]:
-    """A process for each share; gives what waits for them. None is left at the end, however it comes."""
+    """A process for each share; yields a function that waits for them. At the end none is left, also after an error."""
     start, running = time.monotonic(), set[int]()
 
     def wait() -> None:
@@ -88,7 +88,7 @@ def _forked(shares: Sequence[Sequence[Wanted]]) -> Iterator[Callable[[], None]]:
             time.sleep(0.01)
 
     try:
-        with suppress(OSError):  # no memory, or no more processes: the others do
+        with suppress(OSError):  # no memory, or too many processes: go on with fewer
             for share in shares:
                 running.add(_fork(share))
         yield wait
@@ -108,10 +108,10 @@ def _has_ended(pid: int) -> bool:
 
 def _fork(share: Sequence[Wanted]) -> int:
     parent = os.getpid()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)  # a fork that heard one here would go on as this process
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)  # with its handlers a fork would go on as this process
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # this process has threads, whose locks the fork asks for nowhere
+            warnings.simplefilter("ignore")  # it warns of other threads' locks, and the fork takes none of them
             pid = os.fork()
         if pid == 0:
             try:
@@ -125,16 +125,16 @@ def _fork(share: Sequence[Wanted]) -> int:
 
 
 def _end_with(parent: int) -> None:
-    """Have the kernel end this fork with its parent, whose locks on the storage it holds too."""
+    """Have the kernel end this fork with its parent: the fork also holds the parent's locks on the storage."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended before that
+    if os.getppid() != parent:  # the parent ended before that
         os._exit(0)
 
 
 def _compile_quietly(share: Sequence[Wanted], blocked: Iterable[int]) -> None:
-    """In a fork: it says nothing, ends at Ctrl-C, and lets inductor's processes alone, which are not its own.
+    """In a fork: prints nothing, ends at Ctrl-C, and does not use the parent's inductor processes.
 
-    blocked: signals that are so in its parent, and these alone from now on.
+    blocked: the signals to block, as its parent does.
     """
     for number in ENDS:
         signal.signal(number, signal.SIG_DFL)

@@ -1,8 +1,8 @@
-"""token_axes: where values of a unit's graph have tokens (`codegen.token_forms`), and where when their dimensions move.
+"""token_axes: the axes of a unit's values that hold tokens (`codegen.token_forms`), and where views move them.
 
-A value that holds several rows for each token, as one for each expert that is to see it, has them along one axis, those
-of a token beside each other: row r is of token r // each. Of what a sort along that axis gives, and of all that is
-computed from it row by row, the rows are in the order of that sort (`codegen.token_rows`).
+A value may hold several rows for each token, such as one for each of its experts. It has them along one axis, with the
+rows of a token next to each other: row r belongs to token r // each. After a sort along that axis, the rows of the
+result, and of all that is computed from it row by row, are in the order of that sort (`codegen.token_rows`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class MixesTokensError(Exception):
 
 
 class Rows(NamedTuple):
-    """The rows of an axis: `each` of a token, in the order of a sort; None: in that of the tokens."""
+    """The rows of an axis: `each` for a token, in the order of a sort; order None: in the order of the tokens."""
 
     each: int = 1
     order: fx.Node | None = None
@@ -32,12 +32,14 @@ OF_TOKENS = Rows()
 
 
 class Form(NamedTuple):
-    """Where a value has its tokens: along (samples, tokens) or along one axis; of each sample those from `start` on.
+    """Where a value has its tokens: along two axes (samples, tokens), or along one.
 
-    start: None: of what does not follow from x some that stand beside those that do.
-    rows: what that one axis has. places: the rows that the value says the places of, which are others in a piece.
-    groups: it has no tokens, but says of sorted rows how many there are of each key, or where those of each end; the
-    rows' order is the value of the keys before they were sorted.
+    start, length: which tokens of each sample. start None: of a value that does not depend on x, the tokens that are
+        at the same places as those of a value that does.
+    rows: what the one axis holds.
+    places: if the value's elements are places of rows, these rows. In a piece the places have other numbers.
+    groups: the value has no tokens; it gives for sorted rows the number with each key, or where those with each key
+        end. `rows.order` is then the keys' value before they were sorted.
     """
 
     axes: tuple[int, ...]
@@ -54,7 +56,7 @@ class Form(NamedTuple):
 
     @property
     def is_of_tokens(self) -> bool:
-        """Whether a part of it belongs to each token, in their order, and is the same whatever tokens are beside it."""
+        """Whether it holds something of each token, in the tokens' order, that does not depend on the other tokens."""
         return self.rows == OF_TOKENS and self.places is None and self.groups is None
 
 
@@ -76,7 +78,7 @@ def without(form: Form, dims: Sequence[int]) -> Form:
 
 
 def viewed(form: Form, samples: int, before: Sequence[int], after: Sequence[int]) -> Form:
-    """The form of the same elements in another shape: the tokens' sizes stand behind as many elements as before."""
+    """The form of a view with another shape: the tokens' axes still come after dimensions of the same total size."""
     sizes = (samples, form.length)
     if len(form.axes) == 1 or samples == 1:
         return _viewed_rows(form, samples, before, after)
@@ -88,9 +90,9 @@ def viewed(form: Form, samples: int, before: Sequence[int], after: Sequence[int]
 
 
 def _viewed_rows(form: Form, samples: int, before: Sequence[int], after: Sequence[int]) -> Form:
-    """What a view makes of tokens along one axis, or of one sample."""
+    """The form of a view of tokens along one axis, or of one sample."""
     axis, number = form.axes[-1], samples * form.length
-    if (form.rows.order, form.places) != (None, None):  # rows in another order, or places of rows: whole ones alone
+    if (form.rows.order, form.places) != (None, None):  # sorted rows, or places of rows: the axis must not be cut
         found = axis_behind(before, axis, after, number * form.rows.each)
         return at(form, (found,)) if found is not None else mix()
     try:
@@ -102,7 +104,7 @@ def _viewed_rows(form: Form, samples: int, before: Sequence[int], after: Sequenc
 
 
 def _in_rows(form: Form, number: int, before: Sequence[int], after: Sequence[int]) -> Form:
-    """Along one axis, of so many tokens, with several rows of each if need be."""
+    """The form of a view with `number` tokens along one axis, with several rows of each if need be."""
     found = axis_behind(before, form.axes[0], after, number)
     if found is not None:
         return at(form, (found,))._replace(rows=OF_TOKENS)
@@ -114,7 +116,7 @@ def _in_rows(form: Form, number: int, before: Sequence[int], after: Sequence[int
 
 
 def axis_behind(before: Sequence[int], axis: int, after: Sequence[int], size: int) -> int | None:
-    """The axis of a new shape that begins where `axis` of the old one does, and is as long as `size`."""
+    """The axis of the new shape `after` that begins where `axis` of the old one does and has this size."""
     ahead = prod(before[:axis])
     return next((b for b in range(len(after)) if prod(after[:b]) == ahead and after[b] == size), None)
 

@@ -1,12 +1,13 @@
-"""token_forms: where the values of a unit's graph have tokens, and which operations act on these one by one.
+"""token_forms: which axes of a unit's values hold tokens, and which operations are token-wise.
 
-A value has a *form* where it holds something of each token: the axes along which the tokens are. Forms follow from the
-operations, from the unit's input x [samples, tokens, ...] on: an operation keeps the form where what it gives of one
-token follows from what it reads of the same token alone, and of what has no tokens, such as a weight. Norms, products
-with weights, softmax over the vocabulary and all that works on elements do; attention, and sums over tokens, do not.
+A value that holds something of each token has a *form*: the axes along which the tokens are. Forms are propagated from
+the unit's input x [samples, tokens, ...] through the operations. An operation is token-wise, and keeps the form, if its
+result for a token depends only on what it reads of the same token, and on values without tokens, such as a weight.
+Norms, products with weights, softmax over the vocabulary and elementwise operations are; attention and sums over tokens
+are not.
 
-A graph is a chain of stages: 0, 2, ... act on tokens one by one, 1, 3, ... on all of them; what does not follow from x
-is ahead of all. A loss summed over tokens becomes the loss of each token and its sum, one stage later.
+A graph is a chain of stages: 0, 2, ... are token-wise, 1, 3, ... act on all tokens at once; what does not depend on x
+comes before all. A loss summed over tokens is split: the loss of each token, and one stage later the sum.
 """
 
 from __future__ import annotations
@@ -38,34 +39,34 @@ from gs_compile.codegen.token_axes import (
 from gs_compile.codegen.token_rows import ADDING, CASTS, VIEWS, form_of_item, form_of_rows, is_inverse
 from gs_compile.errors import GreedySnakeError
 
-# What takes a shape, and what takes another one in its place, whatever memory is like.
+# Operations that take a shape, and what takes a different shape instead, for any layout in memory.
 SHAPED = {**dict.fromkeys(VIEWS, aten.reshape.default), aten.expand: aten.expand.default}
 LIKE = {aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like}
 CONSTANT = LIKE | {aten.detach}  # have no gradient
-SAME = CASTS | LIKE | {aten.where, aten.masked_fill, aten.expand}  # beside those tagged pointwise
-# These work along their `dim`, and keep it, or not, as they say.
+SAME = CASTS | LIKE | {aten.where, aten.masked_fill, aten.expand}  # elementwise, as are those tagged pointwise
+# These work along their `dim`; `keepdim`, if they have it, says whether it stays.
 ALONG = {aten.sum, aten.mean, aten.amax, aten.amin, aten.logsumexp, aten.any, aten.all, aten.prod, aten.max, aten.min}
 ALONG |= {aten.argmax, aten.argmin, aten.var, aten.var_mean, aten.std, aten.norm, aten.linalg_vector_norm}
 ALONG |= {aten._softmax, aten._log_softmax, aten.cumsum, aten.sort, aten.topk, aten.flip, aten.cat}
 ALONG |= {aten.split, aten.split_with_sizes, aten.slice, aten._safe_softmax}
-PICKING = {aten.gather, aten.scatter, aten.scatter_add}  # so do these, of as many rows as they are given places for
+PICKING = {aten.gather, aten.scatter, aten.scatter_add}  # so do these, and have as many rows as places
 LAST = {aten.native_layer_norm, aten._fused_rms_norm}  # these work along the last dimensions
 NONE, MEAN, SUM = 0, 1, 2  # reductions of a loss
 
 
-AHEAD = -1  # the stage of what does not follow from x
+AHEAD = -1  # the stage of what does not depend on x
 
 
 class NotInPiecesError(GreedySnakeError):
-    """Why a unit's graph cannot run on some of the tokens at a time."""
+    """A unit's graph cannot run on some of the tokens at a time, for this reason."""
 
 
 class Forms:
-    """The forms and stages of a graph's values; it has operations rewritten where these go over to the next stage.
+    """The forms and stages of a graph's values. Sums and losses over tokens are rewritten in the graph.
 
-    forms: of the values that have one; read: of those that have none by themselves, and are read as if they had.
-    trained: the values with a gradient. mixing: the operations that act on all tokens. whole: the names of those that
-    are to be taken for such.
+    forms: of the values that have one. read: of values without one that are read as if they had one.
+    trained: the values with a gradient.
+    mixing: the operations that act on all tokens. whole: names of operations that must count as such.
     """
 
     def __init__(self, unit: UnitGraph, module: fx.GraphModule, whole: Set[str]) -> None:
@@ -75,7 +76,7 @@ class Forms:
         if "x" not in kinds or len(shape := unit.specs[kinds.index("x")].shape) < 2 or 0 in shape or -1 in shape:
             raise NotInPiecesError("it has no input of tokens")
         self.x = placeholders[kinds.index("x")]
-        self._leading = tuple(shape[:2] if len(shape) > 2 else shape[:1])  # of what holds something of each token
+        self._leading = tuple(shape[:2] if len(shape) > 2 else shape[:1])  # sizes of a value that has tokens
         *samples, length = self._leading
         self.samples = prod(samples)
         self._whole = Form((0, 1) if self.samples > 1 else (len(samples),), 0, length)
@@ -96,7 +97,7 @@ class Forms:
         return self.stages.get(node, AHEAD)
 
     def is_part(self, node: fx.Node) -> bool:
-        """Whether it takes some of the tokens of what does not follow from x."""
+        """Whether it is a slice of some of the tokens of a value that does not depend on x."""
         is_formed = is_slice(node) and self.stage(node) == AHEAD and node in self.forms
         return is_formed and self.forms[node] != self.forms[args_of(node)[0]]
 
@@ -128,7 +129,7 @@ class Forms:
                 self.stages[node] = stage | 1
                 self.mixing += [node] if has_form or node.name in self.whole else []
                 if isinstance(node.meta["val"], torch.Tensor) and self._begins(node.meta["val"].shape):
-                    self.forms[node] = self._whole  # all that reads it may read some of it
+                    self.forms[node] = self._whole  # so what reads it may be token-wise again
             if has_form:
                 self._open(node)
         else:
@@ -141,7 +142,7 @@ class Forms:
         return mix() if is_one and tuple(value.shape[axis] for axis in form.axes) != self._sizes(form) else form
 
     def _form(self, node: fx.Node) -> Form:
-        """The form of what an operation gives; raises `MixesTokensError` where it has none."""
+        """The form of an operation's result; raises `MixesTokensError` if it has none."""
         packet = packet_of(node)
         if node.name in self.whole:
             return mix()
@@ -160,7 +161,7 @@ class Forms:
             return self._product(node)
         if packet in ADDING:
             return self._added(node)
-        if packet is aten.bmm:  # of the rows that each token has by itself
+        if packet is aten.bmm:  # one product for each token
             form = self._aligned(node, node.all_input_nodes, 3)
             return form if form.axes == (0,) else mix()
         if packet is aten.embedding:
@@ -178,7 +179,7 @@ class Forms:
         return mix()
 
     def _aligned(self, node: fx.Node, operands: Sequence[fx.Node], rank: int) -> Form:
-        """The form of values aligned at their last dimensions; those without a form are read as if they had it."""
+        """The form of the result of broadcasting operands; those without a form are read as if they had it."""
         formed = [each for each in operands if each in self.forms]
         found = [shifted(self.forms[each], rank - rank_of(each)) for each in formed]
         found.sort(key=lambda form: form.start is None)
@@ -191,7 +192,7 @@ class Forms:
         return form
 
     def _align(self, node: fx.Node, operand: fx.Node, form: Form, rank: int) -> None:
-        """Let an operand without a form have that of the others, if its sizes are not all 1 where the tokens are."""
+        """Read an operand without a form as if it had the others' form, unless all its sizes along the tokens are 1."""
         shape = [1] * (rank - rank_of(operand)) + list(operand.meta["val"].shape)
         sizes = [shape[axis] for axis in form.axes]
         if set(sizes) == {1}:
@@ -216,7 +217,7 @@ class Forms:
         return expanded
 
     def _along(self, node: fx.Node, dims: Iterable[int | None]) -> Form:
-        """The form of an operation's result along dimensions, none of which may be the tokens'."""
+        """The form of the result of an operation along dimensions, none of which may be the tokens'."""
         first = args_of(node)[0][0] if isinstance(args_of(node)[0], (list, tuple)) else args_of(node)[0]
         rank, arguments = rank_of(first), named_arguments(node)
         along = [dim % rank for dim in dims if dim is not None]
@@ -232,7 +233,7 @@ class Forms:
         return without(form, along) if goes else form
 
     def _sliced(self, node: fx.Node, form: Form, arguments: Mapping[str, Any]) -> Form:
-        """The form of a part of the tokens of each sample."""
+        """The form of a slice of each sample's tokens."""
         first, last, step = slice(*(arguments[name] for name in ("start", "end", "step"))).indices(form.length)
         if step != 1 or (len(form.axes) == 1 and self.samples > 1) or form.rows != OF_TOKENS:
             return mix()
@@ -242,14 +243,14 @@ class Forms:
         return Form(form.axes, (form.start or 0) + first if is_known else None, last - first)
 
     def _squeezed(self, node: fx.Node) -> Form:
-        """Without dimensions of size 1, among those that are named if some are."""
+        """The form without the dimensions of size 1, of those that are named or of all."""
         source = args_of(node)[0]
         sizes, named = source.meta["val"].shape, named_arguments(node).get("dim", range(rank_of(source)))
         dims = [dim % len(sizes) for dim in ([named] if isinstance(named, int) else named)]
         return removed(self.forms[source], len(sizes), [dim for dim in dims if sizes[dim] == 1])
 
     def _product(self, node: fx.Node) -> Form:
-        """The form of the product of rows, each of a token, with a matrix."""
+        """The form of the product of the tokens' rows with a matrix."""
         left, right = args_of(node)[-2:]
         form = self.forms.get(left)
         if form is None or form.axes != (0,) or right in self.forms:
@@ -257,7 +258,7 @@ class Forms:
         return self._aligned(node, [*args_of(node)[:-2], left], 2)
 
     def _added(self, node: fx.Node) -> Form:
-        """The form of rows that are added to others, or put there, by their places."""
+        """The form of rows to which others are added, or written, by places."""
         base, *rest = args_of(node)
         if packet_of(node) is aten.index_put:
             rest = [0, *rest[0], rest[1]] if len(rest[0]) == 1 else mix()
@@ -284,7 +285,7 @@ class Forms:
         return form
 
     def _sort_back(self, node: fx.Node) -> None:
-        """Have places to go back to made by a sort, which a piece does by itself."""
+        """Replace the inversion of a permutation by a sort of its places, which a piece can do for its own rows."""
         places = next(each for each in node.all_input_nodes if each in self.forms and self.forms[each].places)
         with self.graph.inserting_before(node):
             made = self._new(aten.sort.default, places)
@@ -297,7 +298,7 @@ class Forms:
     # Sums over tokens -------------------------------------------------------------------------------------------------
 
     def _open(self, node: fx.Node) -> None:
-        """Let what reduces over tokens and more reduce over the rest alone first, for each token."""
+        """Split a reduction over tokens: first over the other dimensions, for each token, and then over the tokens."""
         packet, source = packet_of(node), args_of(node)[0]
         form = self.forms.get(source) if isinstance(source, fx.Node) else None
         if form is None or not form.is_of_tokens:
@@ -316,7 +317,7 @@ class Forms:
                 node.update_arg(0, of_tokens)
 
     def _flatten_loss(self, node: fx.Node) -> None:
-        """The loss of [samples, classes, ..., tokens] as that of [tokens, classes]."""
+        """Rewrite a loss of [samples, classes, ..., tokens] as one of [tokens, classes]."""
         log_p, target, *rest = args_of(node)
         num_classes = log_p.meta["val"].shape[1]
         with self.graph.inserting_before(node):
@@ -339,7 +340,7 @@ class Forms:
             self._visit(each)
 
     def _open_loss(self, node: fx.Node) -> None:
-        """The loss of each token, and its sum, or its mean over the labels' weights."""
+        """Rewrite a loss as the loss of each token, and then their sum, or mean with the labels' weights."""
         log_p, target, weight, reduction, ignored = args_of(node)
         user = next((each for each in node.users if each.args[1] == 0), None)
         if user is None or len(node.users) > 1:

@@ -1,16 +1,16 @@
-"""token_rows: tokens that a layer sorts, as by the expert that is to see them, and brings back to their order.
+"""token_rows: tokens that a layer sorts, as by their expert, and brings back to their order.
 
-    ids     = topk(scores)                 [tokens, each]: of tokens; as [tokens * each] `each` rows of a token
-    sorted, perm = sort(ids)               rows in the order of the sort; places of rows in the order of the tokens
-    given   = index(x, perm // each)       rows in the order of the sort
+    ids     = topk(scores)                 [tokens, each]; viewed as [tokens * each] it has `each` rows for a token
+    sorted, perm = sort(ids)               sorted rows, and their places in the order of the tokens
+    given   = index(x, perm // each)       sorted rows
     ends    = cumsum(histc(sorted))        where the rows of each expert end
-    made    = grouped_mm(given, w, ends)   of a row and the matrix of its expert, which is `sorted` there
-    back    = sort(perm)                   places of rows in the order of the sort, in that of the tokens
+    made    = grouped_mm(given, w, ends)   sorted rows, each times the matrix of its expert
+    back    = sort(perm)                   for each row in the order of the tokens, its place among the sorted ones
     y       = index(made, back)            rows in the order of the tokens
 
-Each of these has, of the rows of a token, what it would have if no other tokens were there, wherever it stands. Which
-rows these are a piece finds by sorting its own. So what must not be is that a place itself is a result, or that rows in
-the order of a sort leave the part (`codegen.token_wise` sees to both).
+A row's content does not depend on the other tokens; only its place does. A piece sorts its own rows, so its places
+differ from those of the whole. Therefore no place may be a result, and no sorted rows may leave the part
+(`codegen.token_wise` checks both).
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from gs_compile.codegen.token_axes import MOVING, Form, Rows, args_of, aten, mix
 
 VIEWS = {aten.view, aten._unsafe_view, aten.reshape}
 CASTS = {aten._to_copy, aten.clone, aten.detach, aten.alias}
-ADDING = {aten.index_add, aten.index_put}  # to, and by their places, rows
-KEEPING = {*VIEWS, *CASTS, *MOVING, aten.squeeze, aten.expand}  # what has the same values
-EXACT = {torch.int32, torch.int64, torch.float32, torch.float64}  # dtypes that have any number of keys exactly
-CHOOSING = {aten.topk, aten.sort, aten.max, aten.min}  # give places along a dimension, which are 0 at least, second
-GROUPED = {"aten._grouped_mm", "transformers.grouped_mm_fallback"}  # left, right, ends of groups, and perhaps more
+ADDING = {aten.index_add, aten.index_put}  # add rows to others, or write them, at places
+KEEPING = {*VIEWS, *CASTS, *MOVING, aten.squeeze, aten.expand}  # change no values
+EXACT = {torch.int32, torch.int64, torch.float32, torch.float64}  # dtypes that represent all keys exactly
+CHOOSING = {aten.topk, aten.sort, aten.max, aten.min}  # their second result is places along a dimension, which are >= 0
+GROUPED = {"aten._grouped_mm", "transformers.grouped_mm_fallback"}  # of left, right, ends of groups, and perhaps more
 
 Forms = Mapping[fx.Node, Form]
 
 
 def form_of_rows(node: fx.Node, forms: Forms) -> Form | None:
-    """The form of what sorts rows, reads or counts sorted ones, or brings them back; None: it does none of this.
+    """The form of an operation that sorts rows, reads or counts sorted ones, or brings them back; None: of any other.
 
-    Raises `MixesTokensError` where what it gives of a token depends on others.
+    Raises `MixesTokensError` if its result for a token depends on other tokens.
     """
     packet, first = packet_of(node), node.args[0] if node.args else None
     form = forms.get(first) if isinstance(first, fx.Node) else None
@@ -62,7 +62,7 @@ def form_of_rows(node: fx.Node, forms: Forms) -> Form | None:
 
 
 def form_of_item(node: fx.Node, forms: Forms) -> Form:
-    """The form of one of the results of an operation: of a sort of rows, of the places that these had."""
+    """The form of one of an operation's results. A sort of rows gives the rows, and the places that they had."""
     source, number = args_of(node)
     form = forms[source]
     is_sort_of_rows = form.rows.order is source
@@ -72,7 +72,7 @@ def form_of_item(node: fx.Node, forms: Forms) -> Form:
 
 
 def is_inverse(node: fx.Node, forms: Forms) -> bool:
-    """Whether it writes to each place of what sorted rows say the places of, all of them once, its number there."""
+    """Whether it inverts a permutation: for the places that sorted rows had, it writes i to the i-th place."""
     if packet_of(node) is aten.index_put and len(args_of(node)[1]) == 1 and not named_arguments(node)["accumulate"]:
         (places,), numbers = args_of(node)[1:3]
     elif node.target is aten.scatter.src:
@@ -88,12 +88,12 @@ def is_inverse(node: fx.Node, forms: Forms) -> bool:
 
 
 def _is_permutation(form: Form) -> bool:
-    """Whether they are the places that all rows had before they were sorted."""
+    """Whether its values are the places that all rows had before they were sorted."""
     return form.places is not None and form.rows.order is not None and form.places == Rows(form.rows.each)
 
 
 def _sorted(node: fx.Node, form: Form) -> Form:
-    """The form of rows in the tokens' order; or of the places that these had, which sorted are places to go back to."""
+    """The form of a sort of rows, or of the places that sorted rows had, which gives the places to bring them back."""
     if form.places is None and form.rows.order is None:
         return form._replace(rows=form.rows._replace(order=node))
     if _is_permutation(form) and not named_arguments(node)["descending"]:
@@ -102,7 +102,7 @@ def _sorted(node: fx.Node, form: Form) -> Form:
 
 
 def _divided(node: fx.Node, form: Form) -> Form:
-    """The form of places of rows, by a number of them that a token has: places of what has fewer rows of each token."""
+    """The form of places divided by a number: places in a value with so many times fewer rows for each token."""
     assert form.places is not None
     by, mode = args_of(node)[1], "floor" if packet_of(node) is aten.floor_divide else node.kwargs.get("rounding_mode")
     if type(by) is not int or by < 1 or form.places.each % by or form.places.order or mode not in ("floor", "trunc"):
@@ -111,7 +111,7 @@ def _divided(node: fx.Node, form: Form) -> Form:
 
 
 def _counted(node: fx.Node, forms: Forms) -> Form:
-    """Rows counted by their keys; keys that are left out are the largest, so that sorted ones stand at the end."""
+    """The form of the numbers of rows by key. Only the largest keys may be left out: if sorted, these come last."""
     source, arguments = args_of(node)[0], named_arguments(node)
     form, keys = forms.get(source), _keys(source, forms)
     if form is None or form.places or form.groups or keys is None or not 0 >= arguments["min"] < arguments["max"]:
@@ -120,7 +120,7 @@ def _counted(node: fx.Node, forms: Forms) -> Form:
 
 
 def _keys(node: fx.Node, forms: Forms) -> fx.Node | None:
-    """Where keys of rows are from, in whatever order and shape they are now; None: they may be below 0."""
+    """The value that keys of rows come from, before they were sorted or reshaped; None: they may be negative."""
     form, packet = forms.get(node), packet_of(node)
     if form is None or form.places or form.groups or node.meta["val"].dtype not in EXACT:
         return None
@@ -129,12 +129,12 @@ def _keys(node: fx.Node, forms: Forms) -> fx.Node | None:
         return _keys(args_of(source)[0] if is_sorted else source, forms)
     if form.rows.order is not None:
         places = forms.get(args_of(node)[1][0]) if packet is aten.index else None
-        return _keys(source, forms) if places and _is_permutation(places) else None  # picked in that order
+        return _keys(source, forms) if places and _is_permutation(places) else None  # indexed by the sort's places
     return node if _is_choice(node) else None
 
 
 def _is_choice(node: fx.Node) -> bool:
-    """Whether it says which of several was chosen for each token."""
+    """Whether its values are indices that were chosen for each token, as by topk."""
     if packet_of(node) in KEEPING | {aten.slice}:
         return _is_choice(args_of(node)[0])
     if node.target is operator.getitem:
@@ -143,7 +143,7 @@ def _is_choice(node: fx.Node) -> bool:
 
 
 def _picked(node: fx.Node, forms: Forms) -> Form:
-    """Rows by their places; or from a table, by what is known of each token."""
+    """The form of rows indexed by places, or of a table indexed by something of each token."""
     source, *rest = args_of(node)
     dim, index = (0, rest[0]) if packet_of(node) is aten.index else (rest[0], [rest[1]])
     given = [(axis, each) for axis, each in enumerate(index, dim) if each is not None]
@@ -160,7 +160,7 @@ def _picked(node: fx.Node, forms: Forms) -> Form:
 
 
 def _multiplied(node: fx.Node, forms: Forms) -> Form:
-    """Rows by the matrix of the group that each is of: sorted by the keys that are counted, it is that of its key."""
+    """The form of rows times the matrix of their group: allowed if they are sorted by the keys that `ends` counts."""
     given: tuple[Any, ...] = (*node.args, *node.kwargs.values(), None)
     left, right, ends, *more = given
     form, counted = forms.get(left), forms.get(ends)

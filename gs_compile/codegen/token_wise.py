@@ -1,10 +1,10 @@
-"""token_wise: a unit as a chain of parts, some of which act on tokens one by one, and so can run on some at a time.
+"""token_wise: a unit as a chain of parts; the token-wise ones can run on some of the tokens at a time.
 
     head     masks, labels | norm, head, log-probabilities of the labels | their sum
     layer    masks | norm, queries, keys and values | attention | projection, norm, feed-forward | -
 
-Which operations do follows from the forms of their values (`codegen.token_forms`). A slice along the tokens cuts what
-such a part takes instead, so that all its values have the same tokens.
+`codegen.token_forms` says which operations are token-wise. A slice along the tokens is applied to the inputs of such a
+part, so that all of its values have the same tokens.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from gs_compile.codegen.token_axes import Form, aten, rank_of
 from gs_compile.codegen.token_forms import AHEAD, SHAPED, Forms, NotInPiecesError, is_slice
 from gs_compile.codegen.token_rows import KEEPING
 
-SYMBOL = sympy.Symbol("tokens", integer=True, positive=True)  # of a piece
+SYMBOL = sympy.Symbol("tokens", integer=True, positive=True)  # the number of tokens of a piece
 
 
 @dataclass(frozen=True)
 class Subgraph:
-    """A part of a unit: its graph, and the names of the values that it takes and gives."""
+    """A part of a unit: its graph, and the names of its inputs and outputs."""
 
     graph: UnitGraph
     inputs: tuple[str, ...]
@@ -39,11 +39,11 @@ class Subgraph:
 
     @property
     def taken(self) -> tuple[tuple[str, TensorSpec], ...]:
-        """The values that it takes, by name."""
+        """Its inputs, by name."""
         return tuple(zip(self.inputs, self.graph.specs, strict=True))
 
     def taking(self, results: tuple[int, ...]) -> Subgraph:
-        """The part whose backward takes the gradients of these results alone, and makes those of what leads to them."""
+        """The part whose backward takes the gradients of only these results, and gives those of what leads to them."""
         if results == self.graph.differentiated:
             return self
         values, nodes = output_values(self.graph.module), self.graph.module.graph.find_nodes(op="placeholder")
@@ -53,17 +53,17 @@ class Subgraph:
         return replace(self, graph=replace(self.graph, specs=specs, taken=results))
 
     def taken_of(self, names: Set[str]) -> tuple[int, ...]:
-        """The results of these names whose gradients its backward may take."""
+        """Those of the named results whose gradients its backward may take."""
         return tuple(index for index in self.graph.differentiated if self.outputs[index] in names)
 
 
 @dataclass(frozen=True)
 class TokenPart:
-    """A part that acts on tokens one by one.
+    """A token-wise part.
 
-    of: the part for a number of tokens; it takes and gives what has tokens as [tokens, ...].
-    forms: of these values, as the unit has them.
-    samples, start, length: its tokens: of each sample `length` from `start` on.
+    of: gives the part for a number of tokens; its inputs and outputs with tokens are [tokens, ...].
+    forms: of these values in the unit.
+    samples, start, length: its tokens are `length` ones from `start` on, of each sample.
     """
 
     of: Callable[[int], Subgraph]
@@ -77,11 +77,11 @@ class TokenPart:
         return self.samples * self.length
 
     def is_cut(self, name: str) -> bool:
-        """Whether it takes some of the tokens of a value."""
+        """Whether it reads only some of a value's tokens."""
         return name in self.forms and self.forms[name].length != self.length
 
     def rows(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """A value with tokens as [samples, tokens, ...], or [1, tokens, ...] where it has them in one row."""
+        """A value with tokens as [samples, tokens, ...], or as [1, tokens, ...] if it has them along one axis."""
         axes, start, *_ = self.forms[name]
         if self.is_cut(name):
             value = value.narrow(axes[-1], self._offset(start), self.length)
@@ -90,14 +90,14 @@ class TokenPart:
 
     @staticmethod
     def piece(rows: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-        """Some tokens of [samples, tokens, ...] in a row."""
+        """The tokens `begin` to `end` of [samples, tokens, ...], counted over all samples, as [tokens, ...]."""
         length = rows.shape[1]
         samples = range(begin // length, -(-end // length))
         found = [rows[i, max(begin - i * length, 0) : min(end - i * length, length)] for i in samples]
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def shaped(self, name: str, flat: torch.Tensor) -> torch.Tensor:
-        """A value as the unit has it, of [tokens, ...], with zeros for tokens that are not of the part."""
+        """The value [tokens, ...] in the unit's shape, with zeros for tokens that the part does not read."""
         axes, start, length, *_ = self.forms[name]
         sizes = (self.samples, self.length) if len(axes) == 2 else (self.num_tokens,)
         found = flat.reshape(*sizes, *flat.shape[1:]).movedim(tuple(range(len(axes))), axes)
@@ -115,10 +115,10 @@ class TokenPart:
 
 @dataclass(frozen=True)
 class Chain:
-    """The parts of a unit, in the order they run.
+    """The parts of a unit, in the order in which they run.
 
-    given, made: the names of the unit's inputs and results; of a result that is no value, the value itself. x: of x.
-    on_all: the operations that act on all tokens, by name.
+    given, made: the names of the unit's inputs and results; a result that is a constant is itself in `made`.
+    x: the name of the input x. on_all: the names of the operations that act on all tokens.
     """
 
     parts: tuple[Subgraph | TokenPart, ...]
@@ -129,11 +129,11 @@ class Chain:
 
 
 def chain(unit: UnitGraph, last: int = 1) -> Chain:
-    """The parts of a unit's forward; from the stage `last` on, an odd one, all are one part.
+    """The parts of a unit's forward. From the stage `last` on, an odd one, all is one part.
 
-    Raises `NotInPiecesError` where nothing acts on tokens one by one.
+    Raises `NotInPiecesError` for a graph that cannot be cut so.
     """
-    for node in unit.module.graph.find_nodes(op="get_attr"):  # of a function with a backward of its own, for one
+    for node in unit.module.graph.find_nodes(op="get_attr"):  # such as of a function with its own backward
         if isinstance(getattr(unit.module, node.target, None), fx.GraphModule):
             raise NotInPiecesError(f"{node.target} is a graph inside it")
     eager = Generator("eager")
@@ -150,7 +150,7 @@ def chain(unit: UnitGraph, last: int = 1) -> Chain:
 
 
 def _leave_out_copies(module: fx.GraphModule) -> None:
-    """Make of ``copy``, which torch does not differentiate, what it gives: its source, as the other is."""
+    """Replace ``copy``, which torch does not differentiate, by its result: the source in the target's form."""
     for node in module.graph.find_nodes(op="call_function", target=aten.copy.default):
         value, made = node.meta["val"], node.args[1]
         steps: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
@@ -168,9 +168,9 @@ def _leave_out_copies(module: fx.GraphModule) -> None:
 
 
 class _LeavesError(Exception):
-    """Rows in the order of a sort, or their places, leave the part that is to run in pieces.
+    """Sorted rows, or their places, would leave a part that runs in pieces.
 
-    name: of the operation that is to act on all tokens for that.
+    name: the operation that must act on all tokens for that reason.
     """
 
     def __init__(self, node: fx.Node, order: fx.Node | None, whole: Set[str]) -> None:
@@ -180,7 +180,7 @@ class _LeavesError(Exception):
 
 
 class _Part(NamedTuple):
-    """The operations of a part, the values that it takes, and those of its own that it gives."""
+    """The operations of a part, the values that it reads, and those of its own that others read."""
 
     nodes: list[fx.Node]
     entries: list[fx.Node]
@@ -188,7 +188,7 @@ class _Part(NamedTuple):
 
 
 class _Cut:
-    """Cuts a graph at its stages. whole: as of `Forms`."""
+    """Cuts a graph at its stages. whole: see `Forms`."""
 
     def __init__(self, unit: UnitGraph, module: fx.GraphModule, last: int, whole: Set[str]) -> None:
         self.unit, self.module, self.last = unit, module, last
@@ -208,8 +208,8 @@ class _Cut:
         )
 
     def _places(self) -> dict[fx.Node, int]:
-        """The part of each operation: what does not follow from x is in the part that alone reads it, if it has
-        tokens there, or is a view.
+        """The part of each operation: usually its stage. What does not depend on x but has tokens, or is a view, is in
+        the part that reads it, if this is the only one.
         """
         places: dict[fx.Node, int] = {}
         for node in reversed(self.module.graph.nodes):
@@ -236,13 +236,13 @@ class _Cut:
         if place % 2 == 0:
             return self._token_part(part)
         module = subgraph(self.module, entries, exits)
-        for node in module.graph.nodes:  # what a part takes need not be in memory as in the whole
+        for node in module.graph.nodes:  # a part's inputs may have another layout than in the unit
             node.target = SHAPED.get(packet_of(node), node.target)
         module.recompile()
         return self._named(module, part, self._spec)
 
     def _spec(self, node: fx.Node) -> TensorSpec:
-        """The spec of a value between parts; what has tokens is [tokens, ...] in memory, as pieces make and take it."""
+        """The spec of a value between parts; one with tokens is laid out as [tokens, ...], as in the pieces."""
         spec, form = spec_of(node), self.staged.forms.get(node)
         if form is None or node.op == "placeholder" or any(user.op == "output" for user in node.users):
             return spec
@@ -268,7 +268,7 @@ class _Cut:
         return TokenPart(partial(self._piece, part, forms), named, staged.samples, start, length)
 
     def _piece(self, part: _Part, forms: Mapping[fx.Node, Form], size: int) -> Subgraph:
-        """A part's graph for `size` of the tokens, a number that stands for others, too."""
+        """A part's graph for `size` tokens; the number is symbolic, so that other numbers can share the code."""
         number = Length.of(size, SYMBOL, {SYMBOL: size})
         graph = fx.Graph()
         copies = {node: graph.placeholder(node.name) for node in part.entries}
@@ -293,7 +293,7 @@ class _Cut:
         return self._named(graph_module(self.module, graph), part, spec)
 
     def _resize(self, node: fx.Node, copies: dict[fx.Node, fx.Node], number: Length) -> None:
-        """Give an operation of a piece the sizes of the piece; a slice of tokens is made of what the part takes."""
+        """Give an operation the sizes of the piece; a slice of tokens is left out, as it is applied to the inputs."""
         forms = self.staged.forms
         if is_slice(node) and forms[node].span != forms[node.all_input_nodes[0]].span:
             copies[node] = copies[node.all_input_nodes[0]]
@@ -322,12 +322,12 @@ class _Cut:
         return Subgraph(graph, inputs, outputs)
 
     def _kind(self, node: fx.Node) -> Literal["input", "side"]:
-        """Of what a part takes: a weight, whose gradient may come as factors, or what has tokens."""
+        """The kind of a part's input: "input" like a weight, whose gradient may be factors; "side" if it has tokens."""
         return "side" if node in self.staged.forms or node in self.staged.read else "input"
 
 
 def _arranged(graph: fx.Graph, flat: fx.Node, axes: tuple[int, ...], rank: int) -> fx.Node:
-    """A value [tokens, ...] with its tokens along `axes`, of one sample where these are two."""
+    """A value [tokens, ...] with its tokens along `axes`; if these are two, as one sample."""
     node = graph.call_function(aten.unsqueeze.default, (flat, 0)) if len(axes) == 2 else flat
     order = list(range(len(axes), rank))
     for place, axis in enumerate(axes):
@@ -336,7 +336,7 @@ def _arranged(graph: fx.Graph, flat: fx.Node, axes: tuple[int, ...], rank: int) 
 
 
 def _collected(graph: fx.Graph, node: fx.Node, axes: tuple[int, ...], rank: int) -> fx.Node:
-    """The contrary."""
+    """The inverse of `_arranged`."""
     order = [*axes, *(axis for axis in range(rank) if axis not in axes)]
     if order != sorted(order):
         node = graph.call_function(aten.permute.default, (node, order))
