@@ -1,6 +1,4 @@
-"""adapters: what layers of PEFT, models of transformers, losses of Liger, and stacks and losses of torch do that Dynamo
-cannot trace, said in a way that it can.
-"""
+"""adapters: traceable substitutes for functions of PEFT, transformers, Liger and torch that Dynamo cannot trace."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ _PLAIN = ("Parameter", "OffloadedParameter")  # types of weights that are not qu
 
 
 def trace_libraries() -> bool:
-    """Have Dynamo trace what libraries that are imported by now do; returns whether this changed anything."""
+    """Register the substitutes for libraries that are imported by now; returns whether any is new."""
     changed = False
     for module, name, traced in FUNCTIONS:
         original = getattr(sys.modules.get(module), name, None)
@@ -33,16 +31,16 @@ def trace_libraries() -> bool:
 
 
 def _substitute(original: Any, traced: Callable[..., Any]) -> bool:
-    """Have Dynamo trace a function as another one; returns whether it was not so."""
+    """Have Dynamo trace `traced` in place of `original`; returns whether this is new."""
     try:
         torch.compiler.substitute_in_graph(original, skip_signature_check=True)(traced)
-    except ValueError:  # Dynamo has a substitute
+    except ValueError:  # there is a substitute
         return False
     return True
 
 
 def _substitute_method(kind: type, name: str, traced: Callable[..., Any]) -> bool:
-    """Have Dynamo trace a method of a class as a function that is given that method first; as `_substitute`."""
+    """As `_substitute`, for a method of a class; `traced` gets the original method as its first argument."""
     original = getattr(kind, name)
     if original.__module__ == __name__:
         return False
@@ -58,7 +56,7 @@ def _substitute_method(kind: type, name: str, traced: Callable[..., Any]) -> boo
 
 
 def _with_delta(original: Any, layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """LoHa and LoKr: whether a module is dropped is drawn as a tensor, and only where it has a rate."""
+    """LoHa and LoKr: whether a module is dropped stays a tensor, and is drawn only if the module has a dropout rate."""
     if layer.disable_adapters or layer.merged:
         return original(layer, x, *args, **kwargs)
     result = layer.base_layer(x, *args, **kwargs)
@@ -70,7 +68,7 @@ def _with_delta(original: Any, layer: Any, x: torch.Tensor, *args: Any, **kwargs
 
 
 def _with_changed_parameter(original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """LoRA of a parameter, as of stacked experts: its module runs with the sum, and registers no parametrization."""
+    """LoRA of a parameter, as of stacked experts: its module is called with the sum, without a parametrization."""
     names = [name for name in layer.active_adapters if name in layer.lora_A]
     if layer.disable_adapters or layer.merged or not names or kwargs.get("adapter_names") is not None:
         return original(layer, *args, **kwargs)
@@ -84,7 +82,7 @@ def _with_changed_parameter(original: Any, layer: Any, *args: Any, **kwargs: Any
 
 
 def _scattered(_: Any, layer: Any, name: str) -> Any:
-    """SHiRA: what it adds to a weight, dense, as graphs have no sparse tensors."""
+    """SHiRA: what it adds to a weight, as a dense tensor, because graphs have no sparse ones."""
     values, indices = layer.shira_weight[name] * layer.scaling[name], layer.shira_indices[name]
     return values.new_zeros(layer.out_features, layer.in_features).index_put(tuple(indices.to(values.device)), values)
 
@@ -92,7 +90,7 @@ def _scattered(_: Any, layer: Any, name: str) -> Any:
 def _with_labels(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """DeBERTa's classifier with labels and no `problem_type`: the loss is the mean over samples with a label, or 0.
 
-    transformers picks these samples out, so values decide sizes.
+    transformers selects these samples, so sizes would depend on values.
     """
     labels = kwargs.get("labels")
     if labels is None or labels.dim() != 1 or model.num_labels == 1 or model.config.problem_type is not None:
@@ -108,16 +106,16 @@ def _with_labels(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _with_images(_: Any, model: Any, hidden: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Qwen3-VL adds features of images to the places of these, behind its first layers.
+    """Qwen3-VL and others: after their first layers, they add features of images at the places of these.
 
-    It picks the places out and has their features in a row, so values decide sizes; here each stays where it is.
+    transformers selects these places, so sizes would depend on values; here the features are scattered to them.
     """
     places, rows = places.to(hidden.device)[..., None], rows.to(hidden.device, hidden.dtype)
     torch._check_tensor_all(places.sum() == rows.shape[0])
     return torch.where(places, hidden + torch.zeros_like(hidden).masked_scatter(places, rows), hidden)
 
 
-_OF_IMAGES = {  # models that add features of images to what their first layers make, by the end of their module's name
+_OF_IMAGES = {  # models that add features of images after their first layers, by the end of their module's name
     "cohere_compass.modeling_cohere_compass": ("CohereCompassTextModel",),
     "granite_docling.modeling_granite_docling": ("GraniteDoclingTextModel",),
     "qwen3_omni_moe.modeling_qwen3_omni_moe": ("Qwen3OmniMoeThinkerTextModel", "Qwen3OmniMoeTalkerModel"),
@@ -139,7 +137,7 @@ _OF_SPEECH = {  # models that mask spans of their hidden states, by the end of t
 }
 _DEBERTA = "transformers.models.deberta.modeling_deberta"
 _DEBERTA_V2 = "transformers.models.deberta_v2.modeling_deberta_v2"
-METHODS: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (  # by the module and the name of their class
+METHODS: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (  # module, class, method, substitute
     ("peft.tuners.loha.layer", "LoHaLayer", "forward", _with_delta),
     ("peft.tuners.lokr.layer", "LoKrLayer", "forward", _with_delta),
     ("peft.tuners.lora.layer", "ParamWrapper", "forward", _with_changed_parameter),
@@ -156,11 +154,11 @@ METHODS: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (  # by the modu
 )
 
 
-# What functions are traced as -----------------------------------------------------------------------------------------
+# Substitutes of functions ---------------------------------------------------------------------------------------------
 
 
 def _weight(module: Any) -> Any:
-    """How DoRA reads a weight that may be quantized: one that is breaks the graph still, and PEFT itself reads it."""
+    """A weight that DoRA reads. A quantized one still breaks the graph, so that PEFT's own function reads it."""
     if hasattr(module, "W_q"):
         return module.dequantize()
     if type(module.weight).__name__ not in _PLAIN:
@@ -169,17 +167,17 @@ def _weight(module: Any) -> Any:
 
 
 def _transposed(weight: Any, fan_in_fan_out: bool) -> Any:
-    """What is transposed becomes a parameter in PEFT, which no graph can make."""
+    """A transposed weight. PEFT makes a parameter of it, which a graph cannot do."""
     if not fan_in_fan_out:
         return weight
     return (weight.detach() if isinstance(weight, torch.nn.Parameter) else weight).T
 
 
 def _recorded(model: Any) -> None:
-    """Models of transformers that record what layers make, such as attentions, router logits or hidden states.
+    """The installation of hooks by which transformers records attentions, router logits or hidden states.
 
-    The hooks for it are installed in the first forward that is asked for some, where Dynamo breaks the graph; so they
-    are installed while it traces, once for a model.
+    It is done in the first forward that is asked for some of these, where Dynamo would break the graph; here it is done
+    while Dynamo traces, once for each model.
     """
     comptime(_install_hooks)
 
@@ -192,7 +190,7 @@ def _install_hooks(context: ComptimeContext) -> None:
 def _with_noise(module: Any, given: Any, embedded: torch.Tensor) -> torch.Tensor:
     """The noise of NEFTune, for sequences of all lengths.
 
-    transformers draws it within a bound that is a tensor, which Dynamo can read where the length is a number.
+    transformers passes the bound of the draw as a tensor, which Dynamo can read only if the length is a number.
     """
     if not module.training:
         return embedded
@@ -202,30 +200,27 @@ def _with_noise(module: Any, given: Any, embedded: torch.Tensor) -> torch.Tensor
 
 
 def _attention_span(query: torch.Tensor, key: torch.Tensor, most: int) -> int:
-    """How far DeBERTa's tokens look, which transformers makes a tensor, and then slices by."""
+    """How far DeBERTa's tokens attend, as a number: transformers makes it a tensor and then slices by it."""
     return min(max(query.size(-2), key.size(-2)), most)
 
 
 def _in_one(*given: Any, options: Any = None, **named: Any) -> Any:
-    """torch's loss of a head without its own chunks, which are a function that breaks the graph.
-
-    `codegen.pieces` has pieces of all that a head does.
-    """
+    """`linear_cross_entropy` without chunks, which break the graph. `codegen.pieces` runs whole heads in pieces."""
     return _IN_ONE(*given, **named)
 
 
 def _is_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
-    """Of torch's stacks that are given a mask and no `is_causal`: what was said.
+    """Whether a stack of torch's was told that its mask is causal.
 
-    They look at the mask's values, at which Dynamo breaks the graph. That is a hint to kernels alone, and the mask
-    counts in either case.
+    If it was not told, torch looks at the mask's values, at which Dynamo breaks the graph. It need not: this is only a
+    hint for kernels, and the mask is applied in either case.
     """
     return is_causal is True
 
 
 _LINEAR_LOSS: Any = getattr(functional, "linear_cross_entropy", None)  # of torch 2.13 and later
-_IN_ONE: Any = _LINEAR_LOSS and copy_of(_LINEAR_LOSS)  # which Dynamo traces, where it has a substitute for that
-FUNCTIONS: tuple[tuple[str, str, Callable[..., Any]], ...] = (  # by their modules
+_IN_ONE: Any = _LINEAR_LOSS and copy_of(_LINEAR_LOSS)  # a copy, for which there is no substitute
+FUNCTIONS: tuple[tuple[str, str, Callable[..., Any]], ...] = (  # module, function, substitute
     ("peft.utils.integrations", "dequantize_module_weight", _weight),
     ("peft.utils.other", "transpose", _transposed),
     ("transformers.utils.output_capturing", "maybe_install_capturing_hooks", _recorded),

@@ -1,12 +1,12 @@
-"""ahead: what a model makes of its inputs alone, and needs all samples for.
+"""ahead: the part of a model that depends on inputs only but needs all samples; it runs before the model.
 
     inputs --ahead--> rows of images, each at its place: (samples, tokens, ...) --> model, in micro-batches
 
-``x.masked_scatter(mask, rows)`` gives the places of all samples the rows of one tensor, one after another, so nothing
-in a micro-batch says where its own begin. Where mask and rows are made of inputs alone, as of images that were encoded
-before the call, they are dealt out to a tensor of all samples ahead of the model, for which that is one more input of
-the batch. This runs as it is written, in memory, and its gradients are those of that input. Checks of inputs alone are
-made there too: of the whole batch, as the user has written them.
+``x.masked_scatter(mask, rows)`` writes the rows of one tensor to the places of all samples, one after another, so a
+micro-batch cannot know where its own rows begin. If mask and rows depend on inputs only, such as images encoded before
+the call, the rows are scattered for all samples before the model runs, and the model gets the result as one more batch
+input. This part runs as plain PyTorch, in memory; its gradients come from that input. Checks of inputs alone run here
+too, on the whole batch, as the user has written them.
 """
 
 from __future__ import annotations
@@ -28,25 +28,29 @@ from gs_compile.capture.reached import made_of
 from gs_compile.capture.tail import graph_of, memory_of, regions
 from gs_compile.capture.vmapped import BEGIN
 
-_WIDENING = ("expand", "expand_as", "to")  # of a mask, which masked_scatter widens itself
+_WIDENING = ("expand", "expand_as", "to")  # operations on a mask that masked_scatter does itself
 
 
 @dataclass(frozen=True, eq=False)
 class Ahead:
-    """module: takes arguments of the model, by index, and gives its further ones. used: those that it alone reads."""
+    """The part that runs before the model.
+
+    module: takes arguments of the model, by index, and returns the model's additional ones.
+    used: the arguments that only this part reads.
+    """
 
     module: fx.GraphModule
     arguments: Sequence[int]
     used: frozenset[int]
 
     def run(self, args: Sequence[Any]) -> list[Any]:
-        """The arguments of the model that is left, given those of a call."""
+        """The arguments of the remaining model, given those of a call."""
         made = self.module(*(args[index] for index in self.arguments))
         return [*(arg.detach() if index in self.used else arg for index, arg in enumerate(args)), *made]
 
 
 def cut_ahead(captured: Captured) -> tuple[Captured, Ahead | None]:
-    """The model without what is made ahead of it, and what makes that; None: nothing is."""
+    """The model without the part that runs before it, and that part; None: there is none."""
     if not any(map(_may_be_ahead, captured.module.graph.nodes)):
         return captured, None
     graph = fx.Graph()
@@ -74,7 +78,7 @@ def cut_ahead(captured: Captured) -> tuple[Captured, Ahead | None]:
 
 
 def dealt_out(mask: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """The entries of rows at the places of a mask that is widened to these sizes, and zeros elsewhere."""
+    """The entries of `rows` at the places of the mask, expanded to these sizes, and zeros elsewhere."""
     places = mask.expand(sizes)
     return rows.new_zeros(places.shape).masked_scatter(places, rows)
 
@@ -84,20 +88,20 @@ def _may_be_ahead(node: fx.Node) -> bool:
 
 
 def _made_of_inputs(graph: fx.Graph, captured: Captured) -> set[fx.Node]:
-    """The inputs that are no parameters or buffers, and what is made of them alone, each time the same."""
+    """The inputs other than parameters and buffers, and what is computed from them alone, without random numbers."""
     inputs, found = captured.names("batch", "constant", "size"), set[fx.Node]()
     changed = {memory_of(each) for node in graph.nodes for each in mutated(node)} - {None}
     for node in graph.nodes:
         read, is_call = node.all_input_nodes, node.op in ("call_function", "call_method")
         is_made = is_call and bool(read) and found.issuperset(read) and not draws(node) and not is_collective(node)
-        is_made &= node.target is not BEGIN  # a region without its ends
+        is_made &= node.target is not BEGIN  # a region's beginning, without its end
         if (is_made or (node.op == "placeholder" and node.name in inputs)) and memory_of(node) not in changed:
             found.add(node)
     return found
 
 
 def _deal(scatter: fx.Node, alone: Set[fx.Node]) -> fx.Node | None:
-    """What a ``masked_scatter`` deals out, ahead of the model; None: it is another operation, or reads other values."""
+    """The rows that a ``masked_scatter`` deals out, before the model; None: of other operations, or of other values."""
     if operation(scatter) != "masked_scatter" or mutated(scatter):
         return None
     target, mask, source = operands(scatter)
@@ -111,7 +115,7 @@ def _deal(scatter: fx.Node, alone: Set[fx.Node]) -> fx.Node | None:
 
 
 def _sizes(mask: Sequence[Any], wanted: Sequence[Any]) -> list[int] | None:
-    """What a mask is to be expanded to, -1 where it has the size; None: that is only known of the tensor it is for."""
+    """The sizes to expand a mask to, -1 to keep one; None: only the tensor that it masks has them."""
     given: list[Any] = [1] * (len(wanted) - len(mask)) + list(mask)
     pairs = zip(map(_expression, given), map(_expression, wanted), strict=False)
     sizes: list[Any] = [
@@ -125,7 +129,7 @@ def _expression(size: Any) -> Any:
 
 
 def _put_in(scatter: fx.Node, dealt: fx.Node) -> fx.Node:
-    """Have a graph take what is dealt out as an input, in the place of what does it; returns the input."""
+    """Replace the operation that deals out by a new input of the graph; returns the input."""
     graph, (target, *_), (mask, rows) = scatter.graph, operands(scatter), dealt.all_input_nodes
     example = target.meta["example_value"]
     with example.fake_mode:
@@ -143,7 +147,7 @@ def _put_in(scatter: fx.Node, dealt: fx.Node) -> fx.Node:
 
 
 def _require(check: fx.Node) -> fx.Node:
-    """The check of a whole batch, in the place of one in a graph."""
+    """The check of the whole batch that replaces one of the graph."""
     with check.graph.inserting_before(check):
         found = check.graph.call_function(require, (check.args[0], 1.0, words_of(check)))
     check.graph.erase_node(check)

@@ -1,14 +1,14 @@
-"""arrange: which nodes some values need, which nodes read each of them, and the unit in which each runs.
+"""arrange: assigns each node to a unit; and which nodes some values need, with the readers of each.
 
-Units are counted from the bottom: 0 is the prologue, 1 ... L the layers, L + 1 the epilogue. Between two stacks a layer
-is their joint: it takes what the blocks of the first hand on, and begins the second, as the prologue begins the first.
+Units are counted from the bottom: 0 is the prologue, 1 ... L the layers, L + 1 the epilogue. Between two stacks one
+layer is their joint: it takes the output of the first stack and begins the second, as the prologue begins the first.
 
     prologue    layers    joint             layers    epilogue
     embeds ids  encoder   embeds other ids  decoder   head          what the encoder's layers make at last is a side
                                                                     input of the decoder's: the joint gives it to them
 
-Changes in place and vmap regions act on values without being their inputs: a change is read by whoever later looks at
-the same memory, and what opens or closes a vmap by what is inside.
+Changes in place and vmap regions affect values without being their inputs. So whatever later reads the same memory
+counts as a reader of a change, and what is inside a vmap as a reader of what opens and closes it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gs_compile.capture.vmapped import BRACKETS, INNER, LAZY, OUTER
 
 
 def needed_by(wanted: Iterable[fx.Node], graph: fx.Graph) -> Readers:
-    """The nodes of `graph` that `wanted` need; a change in place is needed by whatever shares its memory."""
+    """The nodes of `graph` that `wanted` need, with their readers. A value needs the changes in place of its memory."""
     live = set(wanted)
     memory = {storage_of(node) for node in live} - {None}
     nodes = [node for node in graph.nodes if node.op != "output"]
@@ -42,8 +42,8 @@ def needed_by(wanted: Iterable[fx.Node], graph: fx.Graph) -> Readers:
 
 
 def postpone_sums(wanted: Iterable[fx.Node], graph: fx.Graph) -> Readers:
-    """`needed_by`, where single numbers that a forward adds up between its blocks, as losses of their experts, are
-    computed where the sum is read: else each block would hand on the sum so far.
+    """As `needed_by`, but first moves the addition of scalars that a forward sums over its blocks, such as losses of
+    experts, to where the sum is read: otherwise each block would pass the sum so far to the next.
     """
     values = list(wanted)
     readers, is_between = needed_by(values, graph), False
@@ -62,7 +62,7 @@ def _is_number(node: fx.Node) -> bool:
 
 
 class Arrangement(NamedTuple):
-    """at: the unit of each node. origins: of each unit that begins a stack, what the stack's first layer takes in."""
+    """at: the unit of each node. origins: for each unit that begins a stack, the input of the stack's first layer."""
 
     at: dict[fx.Node, int]
     num_layers: int
@@ -70,14 +70,15 @@ class Arrangement(NamedTuple):
 
 
 def arrange(readers: Readers, batch: Set[str], *, one: bool) -> Arrangement:
-    """The units of nodes. `batch`: names of inputs with samples; one: the layers are those of one stack.
+    """The unit of each node. `batch`: names of inputs with samples; one: all layers are of one stack.
 
-    What is of a stream runs by its place between the boundaries, until the next stack begins. Anything else runs with
-    its readers, if they are in one unit: the epilogue, what begins a stack, the layer of its own block, or any layer if
-    it does not grow with the batch. All the rest runs in what begins the readers' stack: so what one block makes for
-    others is a side input of theirs. So is a layer's entry of a vector that layers share: in the layer, its index would
-    make that layer's code unlike the others'.
-    Raises `UniformityError` where no stream runs through a stack of blocks.
+    A node of a stream runs according to its place between the boundaries, until the next stack begins. Any other node
+    runs with its readers, if all are in one unit that is the epilogue, begins a stack, or is the layer of the node's
+    own block; in any layer, if the node does not grow with the batch. All other nodes run in the unit that begins the
+    readers' stack: so what one block makes for others is a side input of theirs. So is a layer's entry of a vector that
+    layers share: in the layer, its index would make that layer's code different from the others'.
+
+    Raises `UniformityError` if no stream runs through a stack of blocks.
     """
     streams, order = residual_streams(readers, batch, one=one), {node: place for place, node in enumerate(readers)}
     starts = [stream.start(order) for stream in streams]
@@ -98,8 +99,8 @@ def arrange(readers: Readers, batch: Set[str], *, one: bool) -> Arrangement:
 
 
 def _goes_on(stream: ResidualStream, earlier: ResidualStream, readers: Readers, order: Mapping[fx.Node, int]) -> bool:
-    """Whether a stream's first layer takes in what the last layer of an earlier one hands on, or what is made of that
-    alone, as text and image in one tensor, and no other does.
+    """Whether the output of an earlier stream's last layer, or what is computed from it alone, such as text and image
+    in one tensor, is the input of this stream's first layer, and nothing else reads it.
     """
     start, end, stop = earlier.boundaries[-1], order[stream.origin], stream.boundaries[0]
     between = [node for node in earlier.nodes if start < order[node] <= end]
@@ -117,13 +118,13 @@ def _with_readers(
     origins: Mapping[int, fx.Node],
     num_layers: int,
 ) -> None:
-    """Add the units of nodes that are not at a place of a stream."""
+    """Add the units of nodes that are not part of a stream."""
 
     def begin(unit: int) -> int:
         return max(each for each in origins if each <= unit)
 
     others, begun = [node for node in readers if node not in position], {node: at for at, node in origins.items()}
-    brackets = [node for node in others if node.target in BRACKETS]  # of what may come before them in the graph
+    brackets = [node for node in others if node.target in BRACKETS]  # a bracket may come after what it encloses
     for node in chain(filter(lambda node: node not in brackets, reversed(others)), brackets):
         units = {position[reader] for reader in readers[node]} | ({begun[node]} if node in begun else set())
         unit = own.get(node, num_layers + 1) if not units else min(units) if len(units) == 1 else begin(min(units))
@@ -133,7 +134,7 @@ def _with_readers(
 
 
 def _is_entry(node: fx.Node, readers: Readers) -> bool:
-    """Whether a node indexes, by constants alone, a value that others read too: ``scales[3]`` of all layers' scales."""
+    """Whether a node reads a constant index of a value that others read too: ``scales[3]`` of all layers' scales."""
     sources = node.all_input_nodes
     return operation(node) in ("getitem", "select") and len(sources) == 1 and len(readers[sources[0]]) > 1
 
@@ -150,7 +151,7 @@ def _readers(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _inside_vmaps(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """The nodes that open and close a vmap, which no data connects to what they enclose, with what they enclose."""
+    """The nodes that open and close a vmap, each with those that it encloses, to which no data connects it."""
     regions: dict[fx.Node, list[fx.Node]] = {}
     opened: list[tuple[list[fx.Node], list[fx.Node]]] = []  # brackets, and what is inside
     before: list[fx.Node] = []
@@ -158,7 +159,7 @@ def _inside_vmaps(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
         if node.target is OUTER:
             brackets, inside = opened.pop()
             regions |= dict.fromkeys([*brackets, node], inside)
-        if node.target not in BRACKETS:  # those of a vmap inside of another have the nodes of both
+        if node.target not in BRACKETS:  # an inner vmap's nodes are also the outer one's
             for _, inside in opened:
                 inside.append(node)
         if node.target in (LAZY, INNER):

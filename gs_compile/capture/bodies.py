@@ -1,7 +1,7 @@
-"""bodies: the graphs that an operation of the model's own runs keep samples apart, too.
+"""bodies: checks that the graphs inside an operation of the model keep samples apart.
 
-A `torch.autograd.Function` has a forward and a backward; `torch.scan`, `torch.cond` and their like have what they run
-again and again, or choose. A gradient of parameters is a sum over the samples, to which micro-batches add theirs.
+A `torch.autograd.Function` has a forward and a backward; `torch.scan`, `torch.cond` and the like have graphs that they
+repeat or choose. In a backward, a parameter's gradient must be a sum over the samples, as micro-batches' are added.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from gs_compile.capture.samples import (
     why_values_mix,
 )
 
-# What has no samples any more is a sum over them where it is one of these, a derivative of torch's, or what is added to
-# zeros. Whatever else reduces, or picks one, is none.
+# A value without samples is a sum over them if it comes from one of these, from a derivative of torch's, or from an
+# addition to zeros. Any other reduction or selection is not.
 _SUMS = frozenset("sum nansum sum_to_size matmul mm bmm mv dot vdot inner tensordot linear einsum".split())
 _ADDING_ROWS = frozenset("index_add scatter_add index_put".split())
-_SPARING = frozenset("where masked_fill setitem".split())  # these keep values, or put others in the place of some
+_SPARING = frozenset("where masked_fill setitem".split())  # these keep values, or replace some by others
 _ZEROS = frozenset("zeros zeros_like new_zeros".split())
 _AS_THEY_ARE = frozenset("to type int long clone detach".split())
 
 
 def why_bodies_mix(node: fx.Node) -> tuple[fx.Node, str] | None:
-    """The operation in a graph that `node` runs that mixes samples, and why; None: there is none."""
+    """The operation that mixes samples in a graph that `node` runs, and why it does; None: there is none."""
     bodies = node.meta.get("bodies", ())
     if not bodies:
         return None
@@ -63,7 +63,7 @@ def why_bodies_mix(node: fx.Node) -> tuple[fx.Node, str] | None:
 
 
 class _Body:
-    """Looks at the operations of a graph in their order; reduces nothing."""
+    """Checks the operations of a graph in their order; no reduction over samples is allowed."""
 
     def __init__(self) -> None:
         self.sums, self.counts = set[fx.Node](), set[fx.Node]()
@@ -82,7 +82,7 @@ class _Body:
         return None
 
     def counted(self, body: fx.GraphModule) -> fx.Node | None:
-        """What the graph returns that is counted over the samples."""
+        """The first result of the graph that is counted over the samples."""
         self.why(body)
         return next((each for each in output_values(body) if each in self.counts), None)
 
@@ -105,7 +105,7 @@ class _Body:
         return ""
 
     def _keeps_sums(self, node: fx.Node, name: str) -> bool:
-        """Whether sums stay sums: they are added to each other, or scaled by what is the same for all samples."""
+        """Whether the result is a sum if its operands are: these are added, or scaled by what all samples share."""
         read = node.all_input_nodes
         given = [self._is_sum(each) for each in node.args if isinstance(each, (fx.Node, int, float))]
         if node.meta.get("batch_numbers") or any(map(has_samples, read)):
@@ -131,14 +131,14 @@ class _Body:
 
 
 class _Entry(_Body):
-    """The body of a function that makes a score, or a mask, by the numbers of a sample, a head, a query and a key.
+    """The body of a function that computes a score or a mask from the indices of a sample, a head, a query and a key.
 
-    A sample's number, which every micro-batch counts from 0, is for picking among what samples have, and nothing else.
+    A sample's index starts at 0 in every micro-batch, so it may only be used to index along the samples.
     """
 
     def why(self, body: fx.GraphModule) -> tuple[fx.Node, str] | None:
         inputs = body.graph.find_nodes(op="placeholder")
-        is_of_score = inputs[0].meta["spec"].dtype.is_floating_point  # which is ahead of the numbers
+        is_of_score = inputs[0].meta["spec"].dtype.is_floating_point  # the score comes before the indices
         self.numbers = {inputs[is_of_score]}
         made = [each for each in tree_leaves(body.graph.output_node().args) if isinstance(each, fx.Node)]
         return super().why(body) or next(((each, COUNTED) for each in made if each in self.counts), None)
@@ -153,7 +153,7 @@ class _Entry(_Body):
         return super()._look_at(node)
 
     def _picks_own(self, node: fx.Node) -> bool:
-        """Whether the sample's number picks along the samples, and along nothing else."""
+        """Whether the sample's index is used along the samples, and nowhere else."""
         spec, index = tensor_spec(node.args[0]), node.args[1]
         parts = tuple(index) if isinstance(index, tuple | list) else (index,)
         own = [dim for dim, part in enumerate(parts) if isinstance(part, fx.Node) and part in self.numbers]
@@ -161,9 +161,9 @@ class _Entry(_Body):
 
 
 class _Backward(_Body):
-    """The body of a function's backward: gradients without samples are sums over them, those that it is given, too.
+    """The body of a function's backward: gradients without samples, its arguments among them, are sums over samples.
 
-    given: what the function takes.
+    given: the function's inputs.
     """
 
     def __init__(self, forward: fx.GraphModule, given: Sequence[Any]) -> None:
@@ -178,7 +178,7 @@ class _Backward(_Body):
         return super().why(body) or self._why_it_is_none(output_values(body))
 
     def _why_it_is_none(self, made: Iterable[Any]) -> tuple[fx.Node, str] | None:
-        """Why a gradient of what has no samples is no sum over them."""
+        """Why the gradient of a value without samples is not a sum over them."""
         for value, gradient in zip(self.given, made, strict=False):
             spec = tensor_spec(value)
             is_trained = spec is not None and spec.requires_grad and not spec.batch_dims

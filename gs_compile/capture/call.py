@@ -1,4 +1,4 @@
-"""call: the capture of one call of a model that may have no weights."""
+"""call: the capture of one call of a model, which may be without weights (on the meta device)."""
 
 from __future__ import annotations
 
@@ -21,22 +21,21 @@ from gs_compile.errors import InspectionError
 
 
 class _CapturedError(Exception):
-    """Ends a call whose graph was captured, before anything is computed: the capture, and its symbolic sizes.
+    """Ends a call whose graph was captured before anything is computed; carries the capture and its symbolic sizes.
 
-    What was compiled raises it when it is called. Raised by the backend it would make Dynamo take the nodes out of the
-    graph, since torch 2.15.
+    The compiled function raises it when called, not the backend: since torch 2.15 Dynamo would then empty the graph.
     """
 
 
 def captured_call(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Captured, dict[str, int]]:
-    """The capture of one call of `model`, which is not carried out, and its symbolic sizes by placeholder.
+    """The capture of one call of `model`, which is not executed, and its symbolic sizes by placeholder.
 
-    Raises `InspectionError` where Dynamo cannot capture it, and whatever `capture` refuses it with.
+    Raises `InspectionError` if Dynamo cannot capture it, and the errors of `capture`.
     """
 
     def record(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., NoReturn]:
         found, _ = cut_ahead(capture(module, example_inputs))
-        entries = zip(found.inputs, example_inputs, strict=False)  # without what is made ahead of the model
+        entries = zip(found.inputs, example_inputs, strict=False)  # without those that `ahead` adds
         sizes = {entry.name: hint(value) for entry, value in entries if entry.role == "size"}
 
         def end(*_: Any) -> NoReturn:
@@ -48,8 +47,8 @@ def captured_call(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Captured
     for tensor in filter(torch.is_tensor, inputs.values()):
         torch._dynamo.maybe_mark_dynamic(tensor, 0)  # so that Dynamo traces once
     settings = {
-        "run_gc_after_compile": False,  # looking for circles takes longer than half the capture
-        "recompile_limit": 1 << 30,  # of a function in the forward: each capture compiles it anew, and once
+        "run_gc_after_compile": False,  # collecting garbage takes longer than half the capture
+        "recompile_limit": 1 << 30,  # each capture compiles the forward's functions anew
         "accumulated_recompile_limit": 1 << 30,
     }
     try:
@@ -66,14 +65,14 @@ def captured_call(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Captured
 
 
 def no_capture(error: TorchDynamoException, instead: str = "") -> InspectionError:
-    """What a user reads of the reason for which Dynamo cannot capture a model; instead: what else to do."""
+    """The error for a model that Dynamo cannot capture, with Dynamo's reason; instead: what else to do."""
     reason = next((line.strip() for line in str(error).splitlines() if "got " in line), str(error))
     words = shorten(reason.rpartition("got ")[2], 300)
     return InspectionError(f"Dynamo cannot capture this model without weights: {words}{instead}")
 
 
 def _with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The method as a copy: what Dynamo keeps of a capture goes with it, and counts for nobody else."""
+    """A copy of the method: what Dynamo stores for a capture belongs to the copy and is dropped with it."""
     function = getattr(forward, "__func__", None)
     if not isinstance(function, FunctionType):
         return forward

@@ -1,9 +1,9 @@
-"""checks: what a model checks of values as it runs, in units' code.
+"""checks: a model's own checks of values, in units' code.
 
-``assert``, ``if ...: raise`` and others come from Dynamo as ``torch._assert_async`` (`tracing`), which no node reads,
-so a graph that is cut by what its outputs need has no place for it. So what follows a check reads one of its values
-through it. A check is made for each micro-batch: what it looks at is of that micro-batch alone, where a loss reads
-totals of the batch in its place. Those that look at inputs alone are made before, of all samples (`ahead`).
+``assert``, ``if ...: raise`` and others come from Dynamo as ``torch._assert_async`` (`tracing`). No node reads its
+result, so a graph that is cut by what its outputs need would lose it. Therefore what comes after a check reads one of
+its values through it. Checks run for each micro-batch, on values of that micro-batch alone, also where a loss reads the
+batch's totals instead. Checks of inputs alone run before the model, on all samples (`ahead`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from gs_compile.capture.operations import has_samples, is_free
 from gs_compile.capture.shares import ShareEditor
 from gs_compile.errors import CaptureError, CheckError
 
-MADE_UP = 2.0  # the fraction of a micro-batch of made-up values, of which nothing is checked
-OF_A_CHECK = "of_a_check"  # in the meta of nodes that nothing else needs
+MADE_UP = 2.0  # the fraction that stands for a micro-batch of made-up values, which are not checked
+OF_A_CHECK = "of_a_check"  # in the meta of nodes that only a check needs
 
 
 @torch.library.custom_op("greedysnake::checked", mutates_args=())
 def _checked(value: torch.Tensor, condition: torch.Tensor, fraction: torch.Tensor, words: str) -> torch.Tensor:
-    """A copy of `value`; as `require`."""
+    """A copy of `value`; raises as `require` does."""
     require(condition, fraction, words)
     return value.clone(memory_format=torch.contiguous_format)
 
@@ -43,10 +43,10 @@ CHECKED = torch.ops.greedysnake.checked.default
 
 
 def require(condition: torch.Tensor, fraction: torch.Tensor | float, words: str) -> None:
-    """Raise `CheckError` where an element of `condition` is false.
+    """Raise `CheckError` if an element of `condition` is false.
 
-    `fraction`: the micro-batch's part of the samples. `words`: the model's, and the line. On an accelerator the host
-    waits for the condition.
+    `fraction`: the micro-batch's part of the samples. `words`: the model's message, and the line. On an accelerator the
+    host waits for the condition.
     """
     if not bool(condition.all()) and float(fraction) <= 1:
         found, do = "the batch", ""
@@ -56,9 +56,9 @@ def require(condition: torch.Tensor, fraction: torch.Tensor | float, words: str)
 
 
 def place_checks(shares: ShareEditor, outputs: Sequence[Any]) -> None:
-    """Have what `outputs` need read values through the checks of the graph.
+    """Route values that `outputs` need through the checks of the graph.
 
-    Raises `CaptureError` for a check behind which nothing is needed.
+    Raises `CaptureError` for a check after which nothing is needed.
     """
     graph = shares.graph
     checks = graph.find_nodes(op="call_function", target=torch._assert_async)
@@ -77,9 +77,9 @@ def place_checks(shares: ShareEditor, outputs: Sequence[Any]) -> None:
 
 
 def _place(check: fx.Node, live: Set[fx.Node]) -> tuple[fx.Node, list[fx.Node]]:
-    """A value that is read through the check from there on, and its readers.
+    """The value to route through the check, and the readers that are to read it so.
 
-    Where the next reader is in another block than the check, all that follow read it so: one tensor goes on.
+    If the next reader is in another block than the check, all later readers do: blocks pass on one tensor.
     """
     graph = check.graph
     taken = changed(graph.nodes)
@@ -98,7 +98,7 @@ def _place(check: fx.Node, live: Set[fx.Node]) -> tuple[fx.Node, list[fx.Node]]:
 
 
 def _is_computed(node: fx.Node) -> bool:
-    """Whether a value is a tensor of the inputs, or made: no parameter, buffer or constant."""
+    """Whether a value is an input tensor or computed; not a parameter, buffer or constant."""
     return isinstance(node.meta.get("spec"), TensorSpec) and (has_samples(node) or not is_free(node))
 
 
@@ -107,7 +107,7 @@ def _requires_grad(node: fx.Node) -> bool:
 
 
 def words_of(check: fx.Node) -> str:
-    """The model's own, and its line; where a file of helpers has that line, the one that calls it too."""
+    """The model's message, and its line; if that is in a file of helpers, also the line that calls it."""
     own = check.args[1] if len(check.args) > 1 else ""
     caller, line = ["", "", *source_lines(check)][-2:]
     called = f", called at {caller}" if caller.partition(":")[0] != line.partition(":")[0] and caller else ""

@@ -1,6 +1,6 @@
-"""clamped: parameters that a forward clamps in place, as that of Gemma 3n does.
+"""clamped: parameters that a forward clamps in place, as Gemma 3n's does.
 
-No unit may change a parameter. But within the bounds clamping changes nothing, so the forward checks that it is there.
+A unit may not change a parameter. But clamping within the bounds changes nothing, so a check of the bounds replaces it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from gs_compile.capture.in_place import mutated
 from gs_compile.capture.operations import operation
 
 _WORDS = "it clamps a parameter in place, and this one is beyond the bounds: clamp it between steps"
-_VALUES = ("_get_data_attr", "detach", "alias")  # what `.data` and others are traced as
+_VALUES = ("_get_data_attr", "detach", "alias")  # as which `.data` and the like are traced
 
 
 def check_clamps(module: fx.GraphModule, parameters: Container[fx.Node]) -> None:
-    """Put a check in the place of each change in place of these placeholders that clamps them."""
+    """Replace each operation that clamps one of these placeholders in place by a check."""
     for node in list(module.graph.nodes):
         changed = mutated(node) if operation(node) in ("clamp", "clip") else []
         if changed and _source(changed[0]) in parameters:

@@ -1,8 +1,8 @@
-"""dealing: ``masked_scatter`` deals the entries of its source out to the places of its mask, one after another.
+"""dealing: ``masked_scatter``, which deals the entries of its source out to the places of its mask, in order.
 
-Micro-batches deal as the whole batch does where each has as many places as entries. That depends on values, so an
-operation of the graph looks at them as it runs. ``x[mask] = y`` does the same, but for the whole batch, too, it has to
-have as many places as entries.
+Micro-batches give the same result as the whole batch if each has as many places as entries. That depends on values, so
+an operation in the graph checks it at run time. ``x[mask] = y`` is similar, but must have as many places as entries for
+the whole batch, too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gs_compile.errors import CaptureError, SeparationError
 def _one_place_each(
     mask: torch.Tensor, target: torch.Tensor, source: torch.Tensor, fraction: torch.Tensor, is_exact: bool, where: str
 ) -> torch.Tensor:
-    """A copy of `mask`, which has one place in `target` for each entry of `source`, or raises `SeparationError`.
+    """A copy of `mask`. Raises `SeparationError` unless it has one place in `target` for each entry of `source`.
 
     `fraction`: the micro-batch's part of the samples; the whole batch may have other numbers, unless `is_exact`.
     `where`: the user's line. On an accelerator the host waits for the number of places.
@@ -57,7 +57,7 @@ def operands(scatter: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
 
 
 def masks_of(graph: fx.Graph) -> set[fx.Node]:
-    """The placeholders that masks of a ``masked_scatter`` are, or views of."""
+    """The placeholders that are masks of a ``masked_scatter``, or of which masks are views."""
     found = set()
     for scatter in graph.nodes:
         if scatter.op.startswith("call_") and operation(scatter).startswith("masked_scatter"):  # an input has any name
@@ -69,10 +69,10 @@ def masks_of(graph: fx.Graph) -> set[fx.Node]:
 
 
 def deal_by_index(graph: fx.Graph) -> list[fx.Node]:
-    """Make a ``masked_scatter`` of each ``x[mask] = y`` with rows of `y` whose number no values decide; returns these.
+    """Replace each ``x[mask] = y`` whose `y` has a known number of rows by a ``masked_scatter``; returns these.
 
-    Raises `CaptureError` where `x` has its memory from elsewhere, the mask is one of several indices, or a row has
-    fewer entries than its place.
+    Raises `CaptureError` if `x` shares memory, the mask is one of several indices, or a row has fewer entries than its
+    place.
     """
     found = []
     for node in graph.find_nodes(op="call_function", target=operator.setitem):

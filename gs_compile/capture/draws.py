@@ -1,9 +1,9 @@
-"""draws: where the code of units has its random numbers from.
+"""draws: where units' code gets its random numbers.
 
-    as traced   each operation that draws is a call of `draw`; all others run as they are
-    compiled    a dispatch mode sees each call of torch that the code makes, while code runs that draws
+    as traced   each operation that draws is a call of `draw`; others are unchanged
+    compiled    code that draws runs under a dispatch mode, which sees each of its calls of torch
 
-Under a mode each operation takes Python's time, several times that of a small one.
+A mode costs Python time for each operation, several times that of a small one.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any, Protocol
 
 
 class Numbers(AbstractContextManager[Any], Protocol):
-    """The random numbers of one computation. Inside of it, as a context, all operations that draw take them."""
+    """The random numbers of one computation; a context manager in which all operations draw from them."""
 
     def draw(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call an operator of ATen that draws."""
+        """The result of an ATen operator that draws."""
 
 
 NUMBERS: ContextVar[Numbers | None] = ContextVar("numbers", default=None)  # of the code that this thread runs
@@ -26,7 +26,7 @@ NUMBERS: ContextVar[Numbers | None] = ContextVar("numbers", default=None)  # of 
 
 @contextmanager
 def drawn_from(numbers: Numbers) -> Iterator[None]:
-    """The code of a unit that runs inside draws these numbers; elsewhere it draws torch's."""
+    """In the block, units' code draws from these numbers; elsewhere from torch's generator."""
     before = NUMBERS.set(numbers)
     try:
         yield
@@ -35,13 +35,13 @@ def drawn_from(numbers: Numbers) -> Iterator[None]:
 
 
 def draw(operator: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """What stands in a traced graph for a call of an operator that draws."""
+    """Replaces a call of an operator that draws, in a traced graph."""
     numbers = NUMBERS.get()
     return operator(*args, **kwargs) if numbers is None else numbers.draw(operator, args, kwargs)
 
 
 def drawing(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled code that draws."""
+    """Compiled code that draws, under the mode of `NUMBERS`."""
 
     def run(*arguments: Any) -> Any:
         with NUMBERS.get() or nullcontext():

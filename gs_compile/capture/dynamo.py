@@ -1,9 +1,9 @@
-"""dynamo: what Dynamo has traced of a model becomes one graph whose batch dimension is free.
+"""dynamo: from Dynamo's trace of a model to one graph whose batch dimension is free.
 
-`frame_settings` makes the batch dimension symbolic. Where a trace is not what it has to be, the backend raises the
-exception by which it may ask Dynamo to trace the frame again.
+`frame_settings` makes the batch dimension symbolic. If a trace cannot be used, the backend raises the exception by
+which it may ask Dynamo to trace the frame again.
 
-Facts of Dynamo that this file rests on are each under a test in ``tests/capture/test_capture.py``.
+This file relies on internals of Dynamo; each has a test in ``tests/capture/test_capture.py``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OLDEST_TORCH = (2, 11)
 
 
 def check_torch(version: str = torch.__version__) -> None:
-    """Raise `VersionError` where torch is older than this package works with."""
+    """Raise `VersionError` if torch is older than this package supports."""
     found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if found < OLDEST_TORCH:
         wanted = ".".join(map(str, OLDEST_TORCH))
@@ -43,9 +43,9 @@ check_torch()
 try:
     from torch._dynamo.convert_frame import compile_lock as compile_lock  # held while a frame is compiled
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-    from torch._dynamo.exc import SkipFrame as SkipFrame  # has Dynamo run a frame as it is
+    from torch._dynamo.exc import SkipFrame as SkipFrame  # makes Dynamo run a frame uncompiled
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
-    from torch._dynamo.exc import TorchDynamoException as TorchDynamoException  # for who asks for a capture
+    from torch._dynamo.exc import TorchDynamoException as TorchDynamoException  # for callers of a capture
     from torch._dynamo.exc import Unsupported as Unsupported
     from torch._dynamo.guards import DeletedGuardManagerWrapper, GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource, GlobalSource, LocalSource
@@ -70,7 +70,7 @@ try:
     from gs_compile.capture.operations import place_first
     from gs_compile.capture.tracing import READ_LATER
     from gs_compile.capture.vmapped import broadcast
-except ImportError as error:  # a release of torch moved what this file rests on
+except ImportError as error:  # a release of torch has moved one of these
     raise VersionError(
         f"torch {torch.__version__} moved an interface that greedysnake's capture needs ({error}); install "
         "torch==2.13.0, or a newer greedysnake"
@@ -95,11 +95,11 @@ def capture(
 ) -> Captured:
     """The captured graph with its inputs named and its batch dimension free.
 
-    `detach` gets the parameters of a graph that can be used, and returns whether it changed what the graph computes
-    with: then Dynamo traces again.
+    `detach` gets the parameters of a usable graph, and returns whether it changed what the graph computes with; if so,
+    Dynamo traces again.
 
-    Raises an exception of Dynamo's when the frame has to be traced again, and `CaptureError` (graph break, no batch
-    input, inputs on several devices) when the graph cannot be used.
+    Raises an exception of Dynamo's if the frame must be traced again, and `CaptureError` (graph break, no batch input,
+    inputs on several devices) if the graph cannot be used.
     """
     broadcast(module)
     leave_out_alone(module)
@@ -135,9 +135,9 @@ def capture(
 
 
 def _fixed_at(batch: Mapping[fx.Node, int], size: int) -> str:
-    """The user's line at which the batch size has become a number, as `` (file:line in function: text)``; or empty.
+    """The user's line at which the batch size became a number, as `` (file:line in function: text)``; or empty.
 
-    torch cuts what its own path begins with from the file's, and a letter more where that is nothing but a slash.
+    torch removes the prefix that a file's path shares with its own; if that is only a slash, also one letter more.
     """
     if current_compile_id() is None:
         return ""
@@ -156,8 +156,8 @@ def _fixed_at(batch: Mapping[fx.Node, int], size: int) -> str:
 
 
 def _stored(module: fx.GraphModule) -> frozenset[int]:
-    """The outputs, by number, that the forward puts in objects that are there before it, as in ``self.cache = x``, what
-    it logs, and what it reads numbers of.
+    """The indices of outputs that the forward stores in objects that existed before it, as in ``self.cache = x``, that
+    it logs, or whose numbers it reads.
     """
     if current_compile_id() is None:
         return frozenset()
@@ -165,7 +165,7 @@ def _stored(module: fx.GraphModule) -> frozenset[int]:
     effects = output.side_effects
 
     def note(variable: VariableTracker) -> None:
-        # isinstance would realize what the forward has not read, as an input that the finished graph does not have
+        # isinstance would realize a variable that the forward has not read, which the finished graph has no input for
         if variable.is_realized() and isinstance(variable, TensorVariable):
             found.add(variable.as_proxy().node.name)
 
@@ -179,7 +179,7 @@ def _stored(module: fx.GraphModule) -> frozenset[int]:
 
 
 def _models() -> dict[str, weakref.ref[torch.nn.Module]]:
-    """The models among the locals of the frame that Dynamo traces, by how the paths of what they have begin."""
+    """The models among the locals of the frame that Dynamo traces, by the prefix of their parameters' paths."""
     if current_compile_id() is None:
         return {}
     found = modules_in(InstructionTranslator.current_tx().output.root_tx.f_locals)
@@ -189,10 +189,10 @@ def _models() -> dict[str, weakref.ref[torch.nn.Module]]:
 def _named(
     inputs: Iterable[Input], examples: Sequence[Any], models: Mapping[str, weakref.ref[torch.nn.Module]]
 ) -> Iterator[Input]:
-    """The inputs, parameters and buffers by the names that their model has for them.
+    """The inputs, with parameters and buffers under the names that their model has for them.
 
-    Dynamo may have come to them on another way, as where Accelerate or TRL have put a method in the place of the
-    forward: a commit, which is compared with the model by names, would never be that model's.
+    Dynamo may know them by another path, for example if Accelerate or TRL have replaced the forward. Commits are
+    compared with the model by names.
     """
     found = [(start, model) for start, each in models.items() if (model := each()) is not None]
     names = {
@@ -215,10 +215,10 @@ def is_foreign() -> bool:
 
 
 def complete_guards() -> None:
-    """Have Dynamo guard what it leaves out: hooks on all modules, the code of their methods, and strides.
+    """Add guards that Dynamo omits: on hooks of all modules, on the code of their methods, and on strides.
 
-    A notebook puts other code in the place of a method's. The strides are those that parameters have in memory now,
-    where Dynamo has traced them with others. Called by a backend.
+    A notebook may replace the code of a method. The strides are those that parameters have in memory now, if Dynamo
+    has traced them with others. Called by a backend.
     """
     if current_compile_id() is None:
         return
@@ -237,7 +237,7 @@ def complete_guards() -> None:
 
 
 def _methods(output: Any) -> set[tuple[type, str]]:
-    """The methods that Dynamo has traced of the models' modules, by class and name, and what they override."""
+    """The methods of the models' modules that Dynamo has traced, by class and name, and those that they override."""
     traced = set(output.tracing_context.traced_code)
     models = modules_in(output.root_tx.f_locals).values()
     kinds = {type(each) for model in models for each in model.modules()}
@@ -247,10 +247,11 @@ def _methods(output: Any) -> set[tuple[type, str]]:
 
 
 def guard_model(parameters: Iterable[torch.Tensor]) -> None:
-    """Have Dynamo keep this code for the model that is traced alone, and count it no more once that model has ended.
+    """Make Dynamo use this code only for the model that it now traces, and no longer count it once that model is gone.
 
-    Of a model whose parameters are on the tiers: another one still has its own at its first call, so it never runs the
-    code of that. Else the ninth model of a class in one process is over Dynamo's limit. Called by a backend.
+    For a model whose parameters are on the tiers: no other model can run its code, as a new one has its parameters in
+    memory at its first call. Otherwise the ninth model of a class in one process would exceed Dynamo's limit. Called by
+    a backend.
     """
     if current_compile_id() is None:
         return
@@ -263,9 +264,9 @@ def guard_model(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def forget_code() -> None:
-    """Have Dynamo drop the code of its that runs now, which its limit counts no more: the call of it is refused.
+    """Make Dynamo drop its code that is running now, so that its limit no longer counts it; this call will be refused.
 
-    So is what calls it: of a forward that Dynamo cuts, that is code which calls the rest of the forward.
+    Also the code that calls it: if Dynamo has broken a forward, its first part calls the rest.
     """
     for frame, _ in walk_stack(sys._getframe()):
         if (function := orig_code_map.get(frame.f_code)) is not None:
@@ -276,10 +277,10 @@ def forget_code() -> None:
 
 
 def _pass_over_ended(code: CodeType) -> None:
-    """Dynamo counts a frame's codes for its limit, and passes over those of other models: here, also of ended ones."""
+    """Make Dynamo's limit skip the codes of models that are gone, as it does with those of other models."""
     for entry in _debug_get_cache_entry_list(code):
         if isinstance(entry.guard_manager, DeletedGuardManagerWrapper):
-            entry.guard_manager.id_matched_objs = {"self": weakref.ref(_pass_over_ended)}  # no model that is called
+            entry.guard_manager.id_matched_objs = {"self": weakref.ref(_pass_over_ended)}  # no model
 
 
 def _autocast(device_type: str) -> tuple[Any, ...] | None:
@@ -322,9 +323,9 @@ def _input(node: fx.Node, example: Any) -> Input:
 
 
 def _root(inputs: Sequence[Input], nodes: Sequence[fx.Node]) -> str:
-    """How the paths to the model begin that has all parameters and buffers; empty where there are several.
+    """The common prefix of the paths to all parameters and buffers, which leads to the model; empty: there are several.
 
-    A function reaches it by a name, or as an attribute of what it is given, neither of which is of the model.
+    A function reaches the model by a name, or through an argument; neither is part of the model's own names.
     """
     own = [(each.path, _source(node)) for each, node in zip(inputs, nodes, strict=True) if each.role in _OF_A_MODEL]
     roots = {_path(re.split(_OF_MODULES, source, maxsplit=1)[0]) for _, source in own} - {"L['self']"}
@@ -345,10 +346,11 @@ def _path(source: str) -> str:
 
 
 def _batch_dims(inputs: Sequence[Input], nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """The placeholders that may have the samples, and the dimension where: `batch_dims` of what the user passed.
+    """The placeholders that may have the samples, and along which dimension: `batch_dims` of what the user passed.
 
-    The graph has inputs as they are read, and a table of places may be read first: so what the order of the call has
-    shown comes ahead of others, unless the trace has shown that it has a fixed size.
+    The graph has its inputs in the order in which they are read, which may begin with a table of positions. So the
+    inputs that `guessed` found in the order of the call come first, unless the trace has shown that they have a fixed
+    size.
     """
     tensors = [node for node, entry in zip(nodes, inputs, strict=True) if entry.role == "constant"]
     passed = [node for node in tensors if _example(node).dim() > 0 and _is_passed_by_user(_source(node))]
@@ -371,7 +373,7 @@ def _may_grow(shape: Sequence[Any], dim: int | None) -> bool:
 def _own_and_others(
     shapes: Mapping[fx.Node, Sequence[Any]], dims: Mapping[fx.Node, int]
 ) -> tuple[set[sympy.Symbol], set[sympy.Symbol]]:
-    """The symbols of the dimensions that have samples, and of those behind the first that do not."""
+    """The symbols of the dimensions with samples, and those of other dimensions except the first."""
     own = _symbols(shapes[node][dim] for node, dim in dims.items())
     sizes = ((dim == dims.get(node, 0), size) for node, shape in shapes.items() for dim, size in enumerate(shape))
     return own, _symbols(size for is_first, size in sizes if not is_first)
@@ -382,13 +384,13 @@ def _shown(
 ) -> tuple[dict[fx.Node, int], set[sympy.Symbol]]:
     """The inputs with samples, and the symbols of the batch size, as the trace has shown them; none: it is fixed.
 
-    It shows which sizes were the batch's only by coincidence: they are fixed, or another's.
+    The trace shows which sizes were equal to the batch's only by coincidence: they are fixed, or have another symbol.
     """
     first = _symbols(shapes[node][0] for node, dim in dims.items() if dim == 0)
     dims = {node: dim for node, dim in dims.items() if dim == 0 or _symbols([shapes[node][dim]]) & first}
     symbols, others = _own_and_others(shapes, dims)
     are_fixed = (has_batch(_example(node))[0] and not _symbols([shapes[node][dim]]) for node, dim in dims.items())
-    if not symbols or any(are_fixed):  # what has a row for each sample is of a fixed size
+    if not symbols or any(are_fixed):  # an input with a row for each sample has a fixed size
         return dims, set()
     if not (symbols := symbols - others):
         raise CaptureError(_TIED)
@@ -404,7 +406,7 @@ def _symbols(sizes: Iterable[Any]) -> set[sympy.Symbol]:
 
 
 def _has_float_symbols(module: fx.GraphModule) -> bool:
-    """Under ``dynamic=True`` Dynamo makes graph inputs of Python floats, epsilons for example."""
+    """Whether Python floats, such as epsilons, are graph inputs, as with ``dynamic=True``."""
     return any(isinstance(_example(node), torch.SymFloat) for node in module.graph.nodes)
 
 

@@ -1,7 +1,7 @@
 """exchange: what a model's forward exchanges with other ranks, by collectives of torch.distributed.
 
-In their place Dynamo has functional ones, which return their results. Where the model has given memory for a result, it
-is copied there; plain PyTorch passes no gradient from that memory on, as under `torch.no_grad()`.
+Dynamo replaces them by functional ones, which return their results. If the model passed memory for a result, it is
+copied there; as in plain PyTorch, no gradient passes through that memory.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from gs_compile.capture.internals import TorchDispatchMode, tree_leaves, tree_ma
 from gs_compile.capture.operations import is_free, operation, tensor_spec
 from gs_compile.capture.reached import made_of
 
-NAMESPACE = "_c10d_functional"  # how that of the functional ones begins
+NAMESPACE = "_c10d_functional"  # prefix of the namespaces of functional collectives
 
 
 def leave_out_alone(module: fx.GraphModule) -> None:
-    """Put a copy of its input in the place of each collective of one rank alone, as of Megatron's groups of one.
+    """Replace each collective in a group of one rank, as in Megatron, by a copy of its input.
 
-    What it would have changed in place stays as it is.
+    What it would have changed in place stays unchanged.
     """
     for graph in [each.graph for each in module.modules() if isinstance(each, fx.GraphModule)]:
-        given: dict[Any, Any] = {}  # to what each copy stands for
+        given: dict[Any, Any] = {}  # by original node
         for node in list(graph.nodes):
             source, result = (*node.args, None, None)[:2]
             if is_collective(node) and _is_alone(node):
@@ -58,9 +58,9 @@ def _is_alone(node: fx.Node) -> bool:
 
 
 def first_exchange(module: fx.GraphModule, known: Collection[str] = ()) -> fx.Node | None:
-    """The first collective of a graph, or of those that it runs; None: there is none.
+    """The first collective of a graph, or of the graphs inside it; None: there is none.
 
-    known: names of inputs. What the graph exchanges of these alone does not count.
+    known: names of inputs. A collective of values that depend only on these does not count.
     """
     graphs = (each.graph for each in module.modules() if isinstance(each, fx.GraphModule))
     found = filter(is_collective, chain.from_iterable(graph.nodes for graph in graphs))
@@ -73,7 +73,7 @@ def _is_made_of(node: fx.Node, known: Collection[str]) -> bool:
 
 
 def ends_exchange(node: fx.Node) -> bool:
-    """Whether a node copies the result of a collective, or a part of it, to memory that the model has given."""
+    """Whether a node copies a collective's result, or a part of it, to memory that the model passed for it."""
     source = node.args[1] if operation(node) == "copy" else None
     while isinstance(source, fx.Node) and operation(source) == "getitem":
         source = source.args[0]
@@ -81,9 +81,9 @@ def ends_exchange(node: fx.Node) -> bool:
 
 
 def read_results(graph: fx.Graph) -> None:
-    """Have what reads the memory that the model has given for a result read the result.
+    """Make readers of the memory that the model passed for a result read the result instead.
 
-    Nothing else is in that memory: where a view is, it stays.
+    Only if nothing else is in that memory: with a view of it, the readers stay.
     """
     at = {node: number for number, node in enumerate(graph.nodes)}
     for copy in [node for node in graph.nodes if ends_exchange(node)]:
@@ -96,7 +96,7 @@ def read_results(graph: fx.Graph) -> None:
 
 
 class Alone(TorchDispatchMode):
-    """Inside, collectives return zeros at once: the other ranks do not run this code."""
+    """In the block, collectives return zeros at once, because the other ranks do not run this code."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""extract: the graph of one unit, out of that of the model."""
+"""extract: the graph of one unit, from that of the model."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def extract(
 ) -> UnitGraph:
     """The graph of `nodes` that returns `results`, by kind; what they read from elsewhere becomes placeholders.
 
-    `source` tells where each placeholder comes from; they are in order of first use, so that layers of equal code have
-    equal graphs. What a unit reads and changes in place, or sees as memory, is copied first. Autocast regions are
-    opened and closed again around their nodes.
+    `source` gives the source of each placeholder. They are in order of first use, so that layers of equal code have
+    equal graphs. What a unit reads and then changes in place, or accesses as memory, is copied first. Autocast regions
+    are opened and closed around their nodes.
     """
     graph, own, known = fx.Graph(), set(nodes), dict[fx.Node, fx.Node]()
     returned = [node for _, node in results]
@@ -32,7 +32,7 @@ def extract(
     sources = tuple(map(source, inputs))
     for node, found in zip(inputs, sources, strict=True):
         known[node] = graph.placeholder(node.name)
-        is_checkpoint = found.kind == "x"  # whose gradient always passes on, even where nothing below needs it
+        is_checkpoint = found.kind == "x"  # its gradient is always computed, even if nothing below needs it
         spec = node.meta["spec"]
         known[node].meta = {"spec": replace(spec, requires_grad=is_checkpoint or spec.requires_grad)}
     specs = tuple(known[node].meta["spec"] for node in inputs)

@@ -1,9 +1,9 @@
-"""floats: Python floats that change from call to call, such as a temperature, are tensors of the graph.
+"""floats: Python floats that change from call to call, such as a temperature, become tensors of the graph.
 
-Dynamo captures a model with the floats that it is called with. Where one has changed it captures again, with that one
-as an input: a tensor of no dimensions, fp64 on the CPU, and its ``item()``. Here operations read the tensor in the
-place of the number, where that computes the same bits: so one capture serves all numbers. What has to be a number, as
-the probability of a dropout, Dynamo guards, and captures again for each.
+Dynamo captures a model with the floats of the call as constants. If one changes, Dynamo captures again with that float
+as an input: a tensor without dimensions, fp64 on the CPU, and its ``item()``. Here operations read the tensor instead
+of the number, if that gives the same bits: then one capture serves all numbers. A float that must be a number, such as
+the probability of a dropout, is guarded by Dynamo, and each value has its own capture.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from gs_compile.capture.graph import origin
 
-# Of a tensor and a number torch computes these in the tensor's dtype, or in fp32 where that is narrower. What divides
-# a number is left out: torch multiplies the reciprocal by the number.
+# torch computes these, of a tensor and a number, in the tensor's dtype, or in fp32 if that is narrower. A number
+# divided by a tensor is not among them: torch multiplies the reciprocal by the number.
 _FUNCTIONS = {
     *(operator.add, operator.sub, operator.mul, operator.iadd, operator.isub, operator.imul),
     *(torch.add, torch.sub, torch.mul),
@@ -30,13 +30,13 @@ _OF_NUMBERS = {operator.add, operator.sub, operator.mul, operator.truediv, opera
 
 
 def as_tensors(module: fx.GraphModule) -> None:
-    """Have operations of a captured graph read floats that are inputs as tensors; guard those that cannot be, also what
-    a graph inside reads, as of a function's backward.
+    """Make operations of a captured graph read floats that are inputs as tensors. Guard floats for which that is not
+    possible, and those that a graph inside reads, such as a function's backward.
     """
     for inside in module.modules():
         if inside is not module and isinstance(inside, fx.GraphModule):
             _fix(inside)
-    made_from: dict[fx.Node, set[fx.Node]] = {}  # of each number, the inputs
+    made_from: dict[fx.Node, set[fx.Node]] = {}  # for each number, the inputs that it follows from
     for node in module.graph.nodes:
         read = node.all_input_nodes
         if node.target == "item" and _is_open(node) and read[0].op == "placeholder":
@@ -57,7 +57,7 @@ def as_tensors(module: fx.GraphModule) -> None:
 
 
 def _fix(module: fx.GraphModule) -> None:
-    """Have a graph inside of another one read numbers in the place of floats that are inputs, which are guarded."""
+    """Replace the floats that a graph inside another one reads by their numbers, which are guarded."""
     for node in [each for each in module.graph.nodes if each.target == "item" and _is_open(each)]:
         known: dict[fx.Node, Any] = {node: guard_scalar(node.meta["example_value"])}
         known |= {each: each for user in node.users for each in user.all_input_nodes if each is not node}
@@ -74,7 +74,7 @@ def _is_open(node: fx.Node) -> bool:
 
 
 def _takes_tensor(user: fx.Node, number: fx.Node) -> bool:
-    """Whether an operation has the same result, bit for bit, with a number as a tensor."""
+    """Whether an operation gives the same bits if a number is a tensor."""
     known: Collection[Any] = _METHODS if user.op == "call_method" else _FUNCTIONS | _DIVISIONS
     if user.target not in known or user.kwargs or len(user.args) != 2:
         return False
@@ -89,7 +89,7 @@ def _takes_tensor(user: fx.Node, number: fx.Node) -> bool:
 
 
 def _give(user: fx.Node, number: fx.Node) -> None:
-    """Have an operation read the tensor of a number, in the dtype that torch computes in."""
+    """Make an operation read the tensor of a number, in the dtype in which torch computes."""
     tensor = _tensor(number, user)
     if user.meta["example_value"].dtype != torch.float64:
         tensor = made(user, torch.Tensor.float, tensor)
@@ -99,7 +99,7 @@ def _give(user: fx.Node, number: fx.Node) -> None:
 
 
 def _tensor(number: fx.Node, user: fx.Node) -> fx.Node:
-    """The tensor that has a number, fp64 as Python's floats are, made beside `user`."""
+    """The fp64 tensor of a number, computed just before `user`."""
     if number.target == "item":
         (source,) = number.all_input_nodes
         return source
@@ -113,7 +113,7 @@ def _tensor(number: fx.Node, user: fx.Node) -> fx.Node:
 
 
 def made(user: fx.Node, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """A node of its own, ahead of the node that reads it and in the same module of the model."""
+    """A new node just before `user`, which reads it, and in the same module of the model."""
     with user.graph.inserting_before(user):
         node = user.graph.call_function(function, args, kwargs)
     given = fx.node.map_arg((args, kwargs), lambda each: each.meta["example_value"])

@@ -1,15 +1,15 @@
 """frame_settings: the settings under which Dynamo compiles a frame for this backend.
 
-By itself Dynamo traces a frame with static shapes first. To run micro-batches of any size from one capture, the
-dimension of the samples has to be symbolic in every batch input, which is dimension 0 of most. So as Dynamo begins to
-compile a frame for this backend, the tensors that the frame was called with are looked at, and those of the batch are
-named in ``torch.compiler.config.dynamic_sources``: the first trace is the only one. Inputs that are not found so, in an
-object for example, or that turn out to be no batch, are known after the first trace, and Dynamo is asked for another
-one. Tensors whose size depends on values are captured, and `tracing` has more of what Dynamo does otherwise.
+By default Dynamo traces a frame with static shapes first. To run micro-batches of any size from one capture, the
+dimension of the samples must be symbolic in every batch input; usually it is dimension 0. So when Dynamo begins to
+compile a frame for this backend, those of the frame's arguments that look like the batch are named in
+``torch.compiler.config.dynamic_sources``, and one trace is enough. If the trace shows that an input of the batch was
+missed, for example inside an object, or that a named one is not of the batch, Dynamo is asked for another trace.
+Tensors whose size depends on values are captured. `tracing` has further changes of what Dynamo does.
 
-The settings are global, so they are put back when Dynamo's compile of the frame ends, however it ends. Facts of Dynamo
-that this file rests on are each under a test in ``tests/capture/test_capture.py``, and for a model in a
-DistributedDataParallel in ``tests/ranks/test_in_memory.py``.
+The settings are global, so they are restored when Dynamo's compile of the frame ends, also after an error. This file
+relies on internals of Dynamo; each has a test in ``tests/capture/test_capture.py``, or, for a model in a
+DistributedDataParallel, in ``tests/ranks/test_in_memory.py``.
 """
 
 from __future__ import annotations
@@ -46,29 +46,29 @@ _LOGGING = "transformers.utils.logging"  # some heads log a warning as they run,
 
 
 def set_from_the_start() -> None:
-    """Frames that Dynamo compiles for this backend have their settings from the first trace on."""
+    """Make frames that Dynamo compiles for this backend have their settings from the first trace on."""
     if _begin not in callback_handler.start_callbacks:
         callback_handler.register_start_callback(_begin)
 
 
 def is_freed(batch: Mapping[str, int], sources: Iterable[str]) -> bool:
-    """Whether this trace has had these dimensions of `batch` symbolic, and none of the other `sources`."""
+    """Whether in this trace these dimensions of `batch` were symbolic, and none of the other `sources`."""
     current, known = _current(), {*sources}
     return current is not None and {each: dim for each, dim in current.sources.items() if each in known} == batch
 
 
 def free(batch: Mapping[str, int]) -> None:
-    """Have the next trace of this frame treat a dimension of each of these sources as symbolic."""
+    """Make the next trace of this frame treat a dimension of each of these sources as symbolic."""
     (_current() or _Settings()).name(batch)
 
 
 def guessed() -> Mapping[str, int]:
-    """The sources that were taken for the batch ahead of the first trace, in the order of the call, with dimensions."""
+    """The sources that looked like the batch before the first trace, in the order of the call, with dimensions."""
     return current.guessed if (current := _current()) is not None else {}
 
 
 def enter_settings() -> bool:
-    """Have this frame traced under its settings; returns whether it was not, as where Dynamo has lost its callbacks."""
+    """Make this frame be traced under its settings; returns whether it was not, as if Dynamo has lost its callbacks."""
     if _current() is not None:
         return False
     _keep_whole(compiled_frame()["compiler_fn"])
@@ -76,13 +76,13 @@ def enter_settings() -> bool:
 
 
 def undo_if_it_fails(undo: Callable[[], None]) -> None:
-    """Have this called where Dynamo's compile of this frame ends with an error, as where the user interrupts it."""
+    """Call `undo` if Dynamo's compile of this frame ends with an error, such as an interrupt by the user."""
     if (current := _current()) is not None:
         current.undone.append(undo)
 
 
 def compiled_frame(*names: str) -> Mapping[str, Any]:
-    """What Dynamo's compile of a frame, which is among the callers, knows: its backend, the frame's values, `names`."""
+    """Locals of Dynamo's compile of a frame, which is among the callers: its backend, the frame's values, `names`."""
     found = (frame.f_locals for frame, _ in walk_stack(sys._getframe()))
     return next(known for known in found if {"compiler_fn", "locals", *names} <= known.keys())
 
@@ -90,7 +90,7 @@ def compiled_frame(*names: str) -> Mapping[str, Any]:
 def modules_in(values: Mapping[str, Any]) -> dict[str, torch.nn.Module]:
     """The modules among the values of a frame, by name."""
     own = dict(values)
-    if isinstance(args := own.get("args"), tuple):  # of a decorator of the forward, as autocast's: the model is first
+    if isinstance(args := own.get("args"), tuple):  # in a decorator of the forward, such as autocast
         own.setdefault("self", next(iter(args), None))
     return {name: each for name, each in own.items() if isinstance(each, torch.nn.Module)}
 
@@ -101,19 +101,19 @@ def is_ours(backend: Any) -> bool:
 
 
 class Refused(ShortenTraceback):
-    """Brings an error of this package through Dynamo's compile of a frame, of which Dynamo then keeps nothing."""
+    """Carries an error of this package through Dynamo's compile of a frame; Dynamo then stores nothing for it."""
 
     def __init__(self, error: GreedySnakeError) -> None:
         super().__init__(str(error), first_useful_frame=None)
         self.error = error
 
     def remove_dynamo_frames(self) -> GreedySnakeError:  # type: ignore[override]
-        """What Dynamo raises to the user."""
+        """The error that Dynamo raises to the user."""
         return self.error.with_traceback(None)
 
 
 def _function(backend: Any) -> Any:
-    """What a backend calls, without its options."""
+    """The function that a backend calls, without its options."""
     backend = _unwrapped(backend)
     return getattr(backend, "compiler_fn", backend)
 
@@ -129,25 +129,25 @@ def _unwrapped(backend: Any) -> Any:
 
 
 def _in_ddp(backend: Any) -> DDPOptimizer | None:
-    """What Dynamo puts around the backend of a model in a DistributedDataParallel: it cuts graphs into buckets."""
+    """Dynamo's wrapper around the backend of a model in a DistributedDataParallel, which cuts graphs into buckets."""
     owner = getattr(backend, "__self__", None)
     return owner if isinstance(owner, DDPOptimizer) else None
 
 
 def _keep_whole(backend: Any) -> None:
-    """Have it cut none: a step is one graph."""
+    """Make that wrapper cut no graph: a step needs the whole."""
     if (splits := _in_ddp(backend)) is not None:
         splits.first_bucket_cap = splits.bucket_bytes_cap = sys.maxsize
 
 
 def _begin(begun: CallbackArgs) -> None:
-    """Dynamo begins to compile a frame, or somebody's backend a backward behind it."""
+    """Called when Dynamo begins to compile a frame, or another backend a backward."""
     if begun.callback_trigger is not CallbackTrigger.DYNAMO:
         return
     compiled = compiled_frame()
     if is_ours(compiled["compiler_fn"]):
         options = _checked(compiled["compiler_fn"])
-        trace_libraries()  # those that were imported since the last one, too
+        trace_libraries()  # also for those imported since the last frame
         _keep_whole(compiled["compiler_fn"])
         given = dict(_tensors("L", {name: each for name, each in compiled["locals"].items() if name != "self"}))
         _refuse_nested(given)
@@ -164,10 +164,10 @@ def _begin(begun: CallbackArgs) -> None:
 
 
 def _changed_numbers(code: CodeType, values: Mapping[str, Any]) -> Iterator[str]:
-    """The sources of whole numbers that have changed since a model was traced, as an epoch that a script counts: in
-    this trace they are symbols, as what a forward changes itself (`tracing`).
+    """The sources of integers that have changed since a model was traced, such as an epoch that a script counts. In
+    this trace they become symbols, like those that a forward changes itself (`tracing`).
 
-    Of a model whose earlier codes are its alone, which is one on the tiers: numbers of another one are others anyway.
+    Only if the earlier codes are all of one model, which is on the tiers: another model's numbers differ anyway.
     """
     for entry in _debug_get_cache_entry_list(code):
         manager: Any = entry.guard_manager
@@ -189,9 +189,9 @@ def _refuse_nested(given: Mapping[str, torch.Tensor]) -> None:
 
 
 def _checked(backend: Any) -> Options | None:
-    """What a backend has found of the options that it is given, before anything is traced; raises its refusal.
+    """The options of a backend, checked before anything is traced; raises the error for invalid ones.
 
-    None: the backend tells, as where Dynamo passes over errors of its compiles.
+    None: the backend itself will raise it, as if Dynamo suppresses errors.
     """
     check = getattr(_function(backend), "check", None)
     if check is None or dynamo_config.suppress_errors:
@@ -204,14 +204,16 @@ def _checked(backend: Any) -> Options | None:
 
 
 def has_batch(tensor: torch.Tensor) -> tuple[bool, bool]:
-    """How likely a tensor's first dimension is the batch's: hidden states that require a gradient, then matrices."""
+    """A sort key, by how likely a tensor's first dimension is the batch's: first hidden states that require a gradient,
+    then tensors of two and more dimensions.
+    """
     return tensor.dim() > 2 and tensor.requires_grad, tensor.dim() > 1
 
 
 def of_batch(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The first of those whose first dimension is most likely the batch's.
+    """The first of the tensors whose first dimension is most likely the batch's.
 
-    A row that all samples share, as the places of tokens often are, is passed over, and so is what `_is_stacked`.
+    A row that all samples share, as positions often are, is skipped, and so is what `_is_stacked`.
     """
     shapes = [_hints(each) for each in tensors]
     several = {shape[1:] for shape in shapes if len(shape) > 1 and shape[0] > 1}
@@ -224,10 +226,10 @@ def of_batch(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def batch_dims(tensors: Sequence[torch.Tensor]) -> list[int | None]:
-    """The dimension of each tensor that may be the samples': one of the batch's size. None: it has none.
+    """For each tensor, the dimension that has the batch's size and so may be the samples'; None: there is none.
 
-    It is the first, or the second of three and more, as in positions of shape (3, samples, tokens). That is a guess by
-    sizes, which may be equal by coincidence: the trace shows whether such a second one has to be the batch's size.
+    It is the first, or the second of three or more, as in positions of shape (3, samples, tokens). This is a guess by
+    sizes, which may be equal by coincidence: the trace shows whether such a second dimension has the batch's symbol.
     """
     shapes, found = [_hints(each) for each in tensors], list[int | None]()
     first = of_batch(tensors) if tensors else None
@@ -240,9 +242,9 @@ def batch_dims(tensors: Sequence[torch.Tensor]) -> list[int | None]:
 
 
 def _is_stacked(tensor: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> bool:
-    """Whether a tensor is several of the batch: another begins as it does behind its first dimension.
+    """Whether a tensor stacks several of the batch: without its first dimension, its shape is how another's begins.
 
-    Of floats that has as many dimensions: one that has fewer is a table for all samples.
+    A float tensor must have as many dimensions as the other; with fewer it is a table for all samples.
     """
     shape = _hints(tensor)
     fewest = len(shape) - (not tensor.is_floating_point())
@@ -255,7 +257,7 @@ def _hints(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _tensors(source: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors with dimensions in `value`, each with Dynamo's name for where it comes from."""
+    """The tensors in `value` that have dimensions, each with the name of Dynamo's source of it."""
     if isinstance(value, torch.Tensor):
         if value.dim() > 0:
             yield source, value
@@ -268,55 +270,55 @@ def _tensors(source: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _current() -> _Settings | None:
-    """The settings of the frame that is being compiled: Dynamo has their end among its callbacks."""
+    """The settings of the frame that is being compiled: their `end` is among Dynamo's callbacks."""
     owners = (getattr(callback, "__self__", None) for callback in callback_handler.end_callbacks)
     return next((each for each in owners if isinstance(each, _Settings)), None)
 
 
 class _Functions(set[Any]):
-    """Functions. A copy has their names: torch 2.11 has its configuration in a log, a set sorted, as JSON."""
+    """Functions. A copy has their names instead: torch 2.11 logs its configuration as JSON, with sets sorted."""
 
     def __deepcopy__(self, _: object) -> set[str]:
         return {f"{each.__module__}.{each.__qualname__}" for each in self}
 
 
 class _Settings(ExitStack):
-    """The settings of a frame's traces; put back when Dynamo's compile of the frame ends, however it ends."""
+    """The settings of a frame's traces; restored when Dynamo's compile of the frame ends, also after an error."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.sources: dict[str, int] = {}  # of batch inputs, and their dimensions of samples
-        self.guessed: dict[str, int] = {}  # as the frame was called, those of one sample too
-        self.numbers: list[str] = []  # patterns of the sources of whole numbers that are symbols
-        self.undone: list[Callable[[], None]] = []  # where the compile fails
+        self.sources: dict[str, int] = {}  # of batch inputs, with their dimensions of samples
+        self.guessed: dict[str, int] = {}  # before the first trace, also in a call with one sample
+        self.numbers: list[str] = []  # patterns of the sources of integers that are symbols
+        self.undone: list[Callable[[], None]] = []  # called if the compile fails
         self._before, self._handled = compiler_config.dynamic_sources, sys.exception()  # as the compile begins
-        # Floats that have changed are inputs; with ``dynamic=True`` all would be.
+        # Floats that have changed become inputs; with ``dynamic=True`` all would.
         fixes_floats = not dynamo_config.assume_static_by_default
         self.enter_context(dynamo_config.patch(specialize_float=fixes_floats, capture_dynamic_output_shape_ops=True))
-        # A parameter's class, dtype and `requires_grad` change where the dict that holds it does not.
+        # A parameter's class, dtype and `requires_grad` may change while the dict that holds it does not.
         self.enter_context(dynamo_config.patch(skip_tensor_guards_with_matching_dict_tags=False))
-        # A hook on a module that came after the first call is called.
+        # A module's hook that was added after the first call is called.
         self.enter_context(dynamo_config.patch(skip_nnmodule_hook_guards=False))
-        # A warning in a forward breaks no graph, nor one that transformers logs once; it is not shown.
+        # A warning in a forward, or one that transformers logs once, does not break the graph; it is not shown.
         once = (getattr(sys.modules.get(_LOGGING), name, warnings.warn) for name in ("warning_once", "info_once"))
         ignored = _Functions(dynamo_config.ignore_logging_functions | {warnings.warn, *once})
         self.enter_context(dynamo_config.patch(ignore_logging_functions=ignored))
-        # Two dimensions of one size are not one symbol.
+        # Two dimensions of equal size get two symbols.
         self.enter_context(symbolic_config.patch("use_duck_shape", False))
         tracing.enter(self, self.has_symbol)
         self.enter_context(stage("tracing the model"))
         callback_handler.register_end_callback(self.end)
 
     def name(self, sources: Mapping[str, int]) -> None:
-        """Have a dimension of each of these sources, and none of others of ours, symbolic from now on."""
+        """Make a dimension of each of these sources symbolic from now on, and no longer those named before."""
         self.sources = dict(sources)
-        per_dimension = hasattr(dynamo_builder, "_parse_source_entry")  # else the whole source becomes symbolic
+        per_dimension = hasattr(dynamo_builder, "_parse_source_entry")  # older: the whole source becomes symbolic
         entries = [f"{re.escape(source)}:{dim}" if per_dimension else source for source, dim in sources.items()]
         named = ",".join(filter(None, [self._before, *entries, *self.numbers]))
         self.enter_context(compiler_config.patch(dynamic_sources=named))
 
     def has_symbol(self, name: str) -> bool:
-        """Whether numbers whose source ends so are symbols in this trace; in the next one they are."""
+        """Whether integers whose source ends with `name` are symbols in this trace; in the next one they are."""
         pattern = ".*" + re.sub(r"\\? |,", ".", re.escape(name)) + "$"  # sources are listed with commas, without spaces
         if pattern in self.numbers:
             return True

@@ -1,8 +1,8 @@
-"""given_up: forwards that Dynamo gives up before it asks a backend for anything, which then run as plain PyTorch.
+"""given_up: forwards that Dynamo gives up before it calls a backend, and that then run as plain PyTorch.
 
-No code of this package runs in such a forward. So each compilation of Dynamo is looked at as it ends, and the next step
-of an optimizer warns of what was given up, unless the backend was asked for something meanwhile: then a part of the
-forward was captured, and either works or is refused. Errors of a model end with what is known of that model's forwards.
+No code of this package runs in such a forward. So every compilation of Dynamo is inspected as it ends, and the next
+step of an optimizer warns of what was given up, unless the backend was called meanwhile: then a part of the forward was
+captured, and either works or is refused. Errors of a model end with what is known about that model's forwards.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ GIVEN_UP = "Dynamo gave the model's forward up at"
 
 
 def watch() -> Watch:
-    """The watch among torch's hooks, where it stays. The backend may be asked from now on."""
+    """The watch among torch's hooks, created at the first call. The backend may be called from now on."""
     owners = (getattr(hook, "__self__", None) for hook in _global_optimizer_pre_hooks.values())
     return next((each for each in owners if isinstance(each, Watch)), None) or Watch()
 
 
 class _Callbacks(list[Any]):
-    """What Dynamo calls as compilations end. A reset of Dynamo clears it, behind those as they start."""
+    """What Dynamo calls when compilations end. Dynamo's reset clears it, after those that it calls at their start."""
 
     def clear(self) -> None:
         super().clear()
@@ -56,22 +56,22 @@ class _Callbacks(list[Any]):
 
 
 class Watch:
-    """The modules whose forwards Dynamo was to compile, and what the user is to be told of those that were given up."""
+    """The modules whose forwards Dynamo was to compile, and what to tell the user about those that were given up."""
 
     def __init__(self) -> None:
-        self.words = ""  # of the last one, until the next step of any optimizer
+        self.words = ""  # about the last one, until the next step of any optimizer
         self._own = set[str]()  # Dynamo's numbers of the frames that were for this package
-        # Of each module, by Dynamo's number of the frame, why that was given up; empty: it was not.
+        # For each module, by Dynamo's number of the frame, why that was given up; empty: it was not.
         self._frames: MutableMapping[nn.Module, dict[str, str]] = WeakKeyDictionary()
-        # Of what Dynamo has kept of its compilations: the last before its reset, and the last at which `warn` looked.
+        # Of Dynamo's records of its compilations: the last before its reset, and the last that `warn` has seen.
         self._first: object = None
         self._seen: object = None
-        register_optimizer_step_pre_hook(self.warn)  # for good: torch calls its hooks while it goes through them
+        register_optimizer_step_pre_hook(self.warn)  # never removed: torch iterates over its hooks while it calls them
         callback_handler.end_callbacks = _Callbacks(callback_handler.end_callbacks)
         self.begin()
 
     def begin(self) -> None:
-        """Dynamo was reset, or is new: it numbers frames from the first one on."""
+        """Called after a reset of Dynamo, or at first: frames are numbered from the first one on."""
         set_from_the_start()
         self._own.clear()
         self._frames.clear()
@@ -80,7 +80,7 @@ class Watch:
         callback_handler.register_end_callback(self.end)
 
     def end(self, ended: CallbackArgs) -> None:
-        """A compilation ends, well or badly."""
+        """Called when a compilation ends, with or without an error."""
         if ended.callback_trigger is not CallbackTrigger.DYNAMO:
             return
         REASONS.new()
@@ -89,7 +89,7 @@ class Watch:
             return
         error = sys.exc_info()[1]
         if isinstance(error, Unsupported) and str(error).startswith(RAISES):
-            # The next call may be of a good batch, and by itself Dynamo would never capture the frame again.
+            # The next call may have a valid batch, but by default Dynamo would never capture the frame again.
             error.frame_exec_strategy = TRACE_ANEW
         words, frame = _given_up(error) if isinstance(error, Unsupported) else "", _frame_of(current_compile_id())
         self._own.add(frame)
@@ -98,11 +98,11 @@ class Watch:
         self.words = words or self.words
 
     def forget(self) -> None:
-        """The backend is asked for something."""
+        """Called when the backend is called."""
         self.words = ""
 
     def why(self, parameters: Iterable[Tensor]) -> str:
-        """A sentence on why Dynamo captures nothing of the model that these are of; empty: that is not known."""
+        """A sentence on why Dynamo captures nothing of the model with these parameters; empty: not known."""
         modes = [
             type(mode).__name__.lstrip("_") for mode in _get_current_dispatch_mode_stack() if not mode.is_infra_mode()
         ]
@@ -118,7 +118,7 @@ class Watch:
         return words and f". {words}"
 
     def warn(self, optimizer: object, *_: Any) -> None:
-        """An optimizer steps; one of this package finds no backward, and says why itself."""
+        """Called when an optimizer steps. One of this package finds no backward, and reports that itself."""
         told = [] if getattr(optimizer, "tells_of_given_up", False) else [self.words]
         self.forget()
         told.append(_over_limit(self._own, self._seen))
@@ -128,7 +128,7 @@ class Watch:
 
 
 def _given_up(error: Unsupported) -> str:
-    """What to warn of; nothing where the forward raises an exception, which the user gets."""
+    """The warning; empty if the forward raises an exception, which the user gets."""
     stack = getattr(error, "real_stack", None)
     where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else "an unknown line"
     if is_raise(error, where):
@@ -140,16 +140,16 @@ def _given_up(error: Unsupported) -> str:
 
 
 def _over_limit(frames: Container[str], since: object) -> str:
-    """Words on the last of these frames that Dynamo did not compile for its limit; empty: there is none.
+    """Words on the last of these frames that Dynamo did not compile because of its limit; empty: there is none.
 
-    since: one of what Dynamo has kept of its compilations, which is before these.
+    since: a record of Dynamo's compilations; only later ones count.
     """
     lately = takewhile(lambda each: each is not since, reversed(get_compilation_metrics()))
     return next(filter(None, (over_limit(each) for each in lately if _frame_of(each.compile_id) in frames)), "")
 
 
 def _latest() -> object:
-    """What Dynamo has kept of its last compilation."""
+    """Dynamo's record of its last compilation."""
     return next(reversed(get_compilation_metrics()), None)
 
 

@@ -1,10 +1,10 @@
-"""gradients: how a unit's code hands over a parameter's gradient: the tensor, or factors that are smaller.
+"""gradients: how a unit's code returns a parameter's gradient: as a tensor, or as factors that are smaller.
 
     weight      dw = left @ right             Product     total += left @ right is one call of the matrix library
     embedding   dw[ids] += rows, else zero    SparseRows  only the rows that a micro-batch has used are touched
 
-Added to a sum as factors, a gradient is never in memory by itself: neither written nor read again for the addition.
-`codegen.factor` finds them.
+A gradient that is added to a sum as factors is never in memory itself: it is neither written nor read again.
+`codegen.factor` finds the factors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Product(NamedTuple):
 
 
 class SparseRows(NamedTuple):
-    """The gradient of a table of `num_rows`: `rows` [..., width] add to the rows `ids` [...], which may repeat."""
+    """The gradient of a table of `num_rows`: `rows` [..., width], added at the places `ids` [...], which may repeat."""
 
     ids: Tensor
     rows: Tensor
@@ -46,7 +46,7 @@ class SparseRows(NamedTuple):
         return total
 
     def put(self, total: Tensor, *, add: bool) -> None:
-        """Always in the same order: index_put_ sorts on CUDA, where index_add_ does not; on the CPU it is opposite."""
+        """Add in a fixed order: on CUDA index_put_ has one, because it sorts, on the CPU index_add_."""
         ids, rows = self.ids.reshape(-1), self.rows.reshape(-1, self.rows.shape[-1]).to(total.dtype)
         if not add:
             total.zero_()
@@ -61,7 +61,7 @@ Term = Tensor | Factors
 
 
 def put_term(total: Tensor, term: Term, *, add: bool) -> None:
-    """Add `term` to `total`, in the dtype of `total`, or put it in the place of whatever `total` was."""
+    """Add `term` to `total`, in the dtype of `total`, or overwrite `total` with it."""
     if not isinstance(term, Tensor):
         term.put(total, add=add)
     elif add:
@@ -71,7 +71,7 @@ def put_term(total: Tensor, term: Term, *, add: bool) -> None:
 
 
 def put_terms(totals: Mapping[Any, Tensor], terms: Mapping[Any, Term], added: Set[Any]) -> None:
-    """`put_term` for each, with `add` for those of `added`; tensors by one call, which takes longer than small sums."""
+    """`put_term` for each, with `add` for those of `added`. All tensors in one call: for small sums, calls dominate."""
     dense = {key: term for key, term in terms.items() if isinstance(term, Tensor)}
     for put, keys in ((torch._foreach_add_, dense.keys() & added), (torch._foreach_copy_, dense.keys() - added)):
         if keys:

@@ -1,7 +1,6 @@
 """The facts of a captured model: its inputs, the shapes of its values, its units and their code.
 
-These are the nouns that the passes hand to each other. They hold `torch.fx` graphs and plain data, never tensors of
-the user's.
+The passes of the capture exchange these types. They hold `torch.fx` graphs and plain data, never tensors of the user.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from gs_compile.capture.internals import tree_leaves
 from gs_compile.program.ir import EPILOGUE, Unit
 
 # What a graph input is. "batch" has the samples along a dimension; "constant" is shared by all micro-batches; "size" is
-# a number that stands for a symbolic dimension.
+# the value of a symbolic dimension.
 Role = Literal["parameter", "buffer", "batch", "constant", "size"]
 
-Block = tuple[str, int]  # a repeated block of the model: its stack's path, "model.layers", and the number in it
+Block = tuple[str, int]  # a repeated block of the model: its stack's path, such as "model.layers", and its index there
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,22 +39,22 @@ class Input:
     name: str  # of the placeholder
     role: Role
     path: str  # as the user would write it: "transformer.h.0.attn.weight", "input_ids"
-    dim: int = 0  # of the samples of a batch; 1 in positions of shape (3, samples, tokens), as of Qwen2-VL
-    is_made: bool = False  # of others, ahead of the model (`ahead`)
+    dim: int = 0  # of the samples; 1 in positions of shape (3, samples, tokens), as of Qwen2-VL
+    is_made: bool = False  # computed from other inputs before the model runs (`ahead`)
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A model's forward as one graph of torch functions, its batch dimension free where Dynamo left it so."""
+    """A model's forward as one graph of torch functions; its batch dimension is free unless the forward fixes it."""
 
     module: fx.GraphModule
     inputs: tuple[Input, ...]  # in the order of the placeholders and of the arguments of every call
     batch_symbols: frozenset[sympy.Symbol]  # empty: the batch size is fixed
-    autocast: tuple[Any, ...] | None = None  # the region the user calls the model in: device type, dtype, True, cache
-    models: Mapping[str, weakref.ref[nn.Module]] = field(default_factory=dict, compare=False)  # by how paths begin
+    autocast: tuple[Any, ...] | None = None  # around the model's call: device type, dtype, True, cache
+    models: Mapping[str, weakref.ref[nn.Module]] = field(default_factory=dict, compare=False)  # by prefix of paths
     fixed_at: str = field(default="", compare=False)  # the user's line that fixes the batch size, in parentheses
-    root: str = field(default="", compare=False)  # how the paths to the one model begin; empty: to several, or itself
-    stored: frozenset[int] = frozenset()  # the outputs, by number, that the forward puts in objects of the user's
+    root: str = field(default="", compare=False)  # prefix of all paths to the model; empty: none, or several models
+    stored: frozenset[int] = frozenset()  # indices of outputs that the forward stores in the user's objects
 
     def names(self, *roles: Role) -> frozenset[str]:
         return frozenset(entry.name for entry in self.inputs if entry.role in roles)
@@ -69,9 +68,9 @@ class Captured:
         return {name: size for name, size in sizes.items() if isinstance(size, sympy.Symbol)}
 
     def buffers(self, *, persistent: bool = False) -> dict[str, torch.Tensor]:
-        """All of the model, as it has them now, by their names in it: the graph may read a part of them.
+        """All current buffers of the model, by their names in it; the graph may read only some of them.
 
-        persistent: those alone that are in state dicts.
+        persistent: only those that are in state dicts.
         """
         models = ((start, model) for start, each in self.models.items() if (model := each()) is not None)
         return {
@@ -84,9 +83,9 @@ class Captured:
 
 
 class Length(int):
-    """A size that sizes of the call decide which are not the batch's: the number in this call, and where it is from.
+    """A size that follows from symbolic sizes other than the batch's: its number in this call, and its expression.
 
-    Graphs and specs have lengths among their numbers. One code serves the calls that differ in nothing else.
+    Graphs and specs have lengths among their numbers. Calls that differ only in lengths share their code.
     """
 
     expression: sympy.Expr
@@ -101,12 +100,12 @@ class Length(int):
 
     @classmethod
     def product(cls, left: int, right: int) -> int:
-        """The product of two sizes; a length where one of them is."""
+        """The product of two sizes; a length if one of them is."""
         return cls._made(mul, left, right)
 
     @classmethod
     def sum(cls, left: int, right: int) -> int:
-        """Their sum, as well."""
+        """The sum of two sizes; a length if one of them is."""
         return cls._made(add, left, right)
 
     @classmethod
@@ -121,7 +120,7 @@ class Length(int):
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape and kind of one tensor at a fixed micro-batch size; -1 where the size depends on the data."""
+    """Shape and type of one tensor at a fixed micro-batch size; a size is -1 if it depends on the data."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -140,12 +139,12 @@ class TensorSpec:
 
     @property
     def summed_nbytes(self) -> int:
-        """The bytes of a sum of its gradients, which is in fp32 at least."""
+        """The bytes of a sum of its gradients, which is in fp32 or wider."""
         return self.numel * torch.promote_types(self.dtype, torch.float32).itemsize
 
     @property
     def of_gradient(self) -> TensorSpec:
-        """The spec of its gradient, which has memory for each entry, also where several share it here (`expand`)."""
+        """The spec of its gradient, which has memory for each entry, even if entries share memory here (`expand`)."""
         if all(stride != 0 or size == 1 for size, stride in zip(self.shape, self.stride, strict=True)):
             return replace(self, requires_grad=False)
         return replace(self.contiguous, requires_grad=False)
@@ -158,7 +157,7 @@ class TensorSpec:
 
     @property
     def is_dense(self) -> bool:
-        """Whether its entries have one place each, in any order, in memory without gaps."""
+        """Whether each entry has its own place, in any order, in memory without gaps."""
         order = sorted((stride, size) for size, stride in zip(self.shape, self.stride, strict=True) if size != 1)
         dense = accumulate((size for _, size in order), mul, initial=1)
         return all(stride == wanted for (stride, _), wanted in zip(order, dense, strict=False))
@@ -174,11 +173,11 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a unit's graph takes one input from.
+    """The source of one input of a unit's graph.
 
-    `kind` is "x", "side", "total" or "fraction" (values of the step program; `index` picks one of a group), "tap" (what
-    layers make for the epilogue), "whole" (what is made of the taps of all samples) or "input" (argument `index` of the
-    captured graph: a parameter, a buffer, a batch input).
+    `kind` is "x", "side", "total" or "fraction" (values of the step program; `index` selects one of a group), "tap"
+    (what a layer makes for the epilogue), "whole" (what is computed from the taps of all samples) or "input" (argument
+    `index` of the captured graph: a parameter, a buffer, a batch input).
     """
 
     kind: Literal["x", "side", "tap", "whole", "total", "fraction", "input"]
@@ -193,13 +192,13 @@ class UnitGraph:
     module: fx.GraphModule  # returns a flat tuple
     sources: tuple[Source, ...]  # one for each placeholder
     specs: tuple[TensorSpec, ...]  # one for each placeholder
-    results: tuple[str, ...]  # the kind of each element returned: "x", "side", "tap", "loss", "y" or "total"
+    results: tuple[str, ...]  # the kind of each result: "x", "side", "tap", "loss", "y" or "total"
     is_joint: bool = False  # a layer that begins another stack
-    taken: tuple[int, ...] | None = None  # results whose gradients alone the backward takes; None: of all there may be
+    taken: tuple[int, ...] | None = None  # results whose gradients the backward takes; None: all that have one
 
     @cached_property
     def symbols(self) -> dict[sympy.Symbol, int]:
-        """The sizes that its lengths follow from, by name."""
+        """The symbols in its lengths, sorted by name, with their numbers."""
         found: dict[sympy.Symbol, int] = {}
 
         def note(value: Any) -> Any:
@@ -213,7 +212,7 @@ class UnitGraph:
 
     @cached_property
     def is_sized(self) -> bool:
-        """Whether no values decide how large a tensor of its graph is."""
+        """Whether no tensor of its graph has a size that depends on values."""
         specs = (node.meta.get("spec") for node in self.module.graph.nodes)
         return all(spec.is_sized for spec in specs if isinstance(spec, TensorSpec))
 
@@ -234,13 +233,13 @@ class UnitGraph:
         return tuple(index for index, spec in enumerate(self.specs) if spec.requires_grad)
 
     def differentiates(self, batch: Container[int]) -> bool:
-        """Whether an input of the batch, which has these by index, gets a gradient here; also one of a fixed size."""
+        """Whether a batch input gets a gradient here. batch: the indices of these, also those of fixed size."""
         sources = (self.sources[place] for place in self.differentiable)
         return any(source.kind == "input" and source.index in batch for source in sources)
 
     @property
     def device_type(self) -> str:
-        """The type of the device that it computes on."""
+        """The type of the device on which it computes."""
         return "meta" if self.is_meta else next((spec.device.type for spec in self.specs), "cpu")
 
     @property
@@ -254,7 +253,7 @@ class UnitGraph:
 
     @cached_property
     def differentiated(self) -> tuple[int, ...]:
-        """The results whose gradients the backward takes: what goes to other units, and of the head everything."""
+        """The results whose gradients the backward takes: those for other units; all of the head's."""
         return tuple(
             index
             for index, (kind, spec) in enumerate(zip(self.results, self.result_specs, strict=True))
@@ -264,13 +263,13 @@ class UnitGraph:
 
     @property
     def gradient_specs(self) -> tuple[TensorSpec, ...]:
-        """The specs of the gradients that the backward takes, those of the results `differentiated`."""
+        """The specs of the gradients that the backward takes."""
         return tuple(self.result_specs[index].of_gradient for index in self.differentiated)
 
 
 @dataclass(frozen=True, slots=True)
 class LossTerm:
-    """One line of the derivation by which a micro-batch's share of the loss was found."""
+    """One line of the derivation of a micro-batch's share of the loss."""
 
     node: str
     kind: str  # "sum", "mean", "total" or "whole": how values of micro-batches combine
@@ -282,10 +281,10 @@ class LossTerm:
 class OutputSpec:
     """One output of the captured graph, and how micro-batches combine to it.
 
-    `combine`: "sum" (shares add), "concat" along `dim`, "same" (of any micro-batch); without `spec`, as no step
-    computes it, "input" (argument `index` of the call) or "constant" (`value` itself; None for what is left out).
-    `runs`: of "concat", how many entries of a sample are in a row, for each time that all samples come.
-    `kind` and `unit`: the value of the step that has it, "loss", "x" of that layer, or "y" of that unit at `index`.
+    `combine`: "sum" (shares add), "concat" along `dim`, "same" (that of any micro-batch). If no step computes it, there
+        is no `spec`: "input" (argument `index` of the call) or "constant" (`value`; None for what is left out).
+    `runs`: of "concat", see `SampleLayout`.
+    `kind` and `unit`: the step's value that holds it: "loss", "x" of that layer, or "y" of that unit at `index`.
     """
 
     combine: Literal["sum", "concat", "same", "input", "constant"]
@@ -302,13 +301,14 @@ class UnitCode(Protocol):
     """The compiled functions of one class of units; all take the inputs of its graph in the placeholders' order.
 
     forward(*inputs)                returns the unit's results
-    backward(*inputs, *gradients)   runs forward again; returns the gradients of `unit.differentiable`, given those of
-                                    `unit.differentiated` results; parameters' may be factors (`capture.gradients`)
+    backward(*inputs, *gradients)   runs forward again; takes the gradients of the results `unit.differentiated` and
+                                    returns those of the inputs `unit.differentiable`; gradients of parameters may be
+                                    factors (`capture.gradients`)
     both(*inputs)                   of the head: its results, then the gradients of its loss
-    taking(results).backward        of the head: takes the gradients of some of its `differentiated` results alone
+    taking(results).backward        of the head: takes the gradients of only some of its `differentiated` results
 
-    At level 1 and above the forward's results are followed by what it saves, which the backward takes behind its
-    inputs; the layer's own input is among these only if that level reads it.
+    At level 1 and above, the forward returns what it saves after its results, and the backward takes that after its
+    inputs; the layer's input x is among these only if the level reads it.
     """
 
     def function(self, name: str, level: int = 0) -> Callable[..., Sequence[Any]]: ...
@@ -320,17 +320,17 @@ class UnitCode(Protocol):
 
 
 def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
-    """The module of a graph. Its Python code is made where it is asked for: most graphs are read alone."""
+    """The module of a graph. Its Python code is generated at its first use: most graphs are only read."""
     return _LazyGraphModule(root, graph)
 
 
 def packet_of(node: fx.Node) -> Any:
-    """The operation of a node in an ATen graph, whichever overload of it that is."""
+    """The operation of a node in an ATen graph, without its overload."""
     return getattr(node.target, "overloadpacket", node.target)
 
 
 def tensors_in(node: fx.Node) -> list[torch.Tensor]:
-    """The tensors that a node of an ATen graph gives, without memory."""
+    """The results of a node of an ATen graph that are tensors, as fake ones."""
     return [each for each in tree_leaves(node.meta.get("val")) if isinstance(each, torch.Tensor)]
 
 
@@ -343,12 +343,12 @@ def output_values(module: fx.GraphModule) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class BlockCut:
-    """How a schedule has each block as several layers.
+    """How a schedule cuts each block into several layers.
 
     names: of a block's layers in order, such as ("attention", "feed-forward").
-    part, parts: what one of them is, "half", and several are, "halves".
-    units: takes nodes with their readers, the unit of each, and what goes from one block to the next; gives the unit of
-        each node where every block is so many layers.
+    part, parts: the words for one of them, such as "half", and for several, "halves".
+    units: takes nodes with their readers, the unit of each, and the values that go from block to block; gives the unit
+        of each node after the cut.
     """
 
     names: tuple[str, ...]
@@ -358,7 +358,7 @@ class BlockCut:
 
 
 def layer_name(layer: int, cut: BlockCut | None) -> str:
-    """A layer for people; `cut`: how blocks are cut into layers, if they are."""
+    """The name of a layer in messages; `cut`: how blocks are cut into layers, if they are."""
     if cut is None:
         return f"layer {layer}"
     block, part = divmod(layer, len(cut.names))
@@ -366,7 +366,7 @@ def layer_name(layer: int, cut: BlockCut | None) -> str:
 
 
 def hint(size: Any) -> int:
-    """A size as it is now, without leaving a guard on a symbolic one; the most of one that depends on values."""
+    """The current number of a size, without a guard on a symbolic one; the maximum of one that depends on values."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     known = size.node.hint
@@ -375,7 +375,7 @@ def hint(size: Any) -> int:
 
 
 def is_sized(value: Any) -> bool:
-    """Whether no value of a tensor decides a size, or those of tensors."""
+    """Whether a size, or the sizes of tensors, do not depend on values of tensors."""
     if isinstance(value, torch.Tensor):
         return is_sized(tuple(value.shape))
     if isinstance(value, (tuple, list)):
@@ -384,12 +384,12 @@ def is_sized(value: Any) -> bool:
 
 
 def source_line(node: fx.Node) -> str:
-    """The user's line that made `node`, as ``file:line: text``; empty where Dynamo kept none."""
+    """The user's line that made `node`, as ``file:line: text``; empty if Dynamo recorded none."""
     return next(reversed(source_lines(node)), "")
 
 
 def at_line(node: fx.Node) -> str:
-    """The user's line that made `node`, for the end of a sentence: ``, at file:line: text``."""
+    """The user's line that made `node`, to end a sentence: ``, at file:line: text``."""
     return f", at {line}" if (line := source_line(node)) else ""
 
 
@@ -401,7 +401,7 @@ def source_lines(node: fx.Node) -> list[str]:
 
 
 def origin(node: fx.Node) -> dict[str, Any]:
-    """Where a node is from, as its meta says: its module of the model, and its line."""
+    """The part of a node's meta that says where it is from: the module of the model, and the line."""
     return {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
 
 
@@ -418,7 +418,7 @@ def block_of(node: fx.Node) -> Block | None:
 def module_path(path: str) -> str:
     """A path in Dynamo's `nn_module_stack`, ``L['self'].layers['3'].mlp``, as ``layers.3.mlp``.
 
-    Of a class with a `__getattr__`, as models of diffusers have, it is ``L['self'].__dict__['_modules']['layers']``.
+    For a class with a `__getattr__`, as in diffusers, it is ``L['self'].__dict__['_modules']['layers']``.
     """
     name = re.sub(r"^L\['\w+'\]\.?", "", re.sub(r"\.(__dict__\['_modules'\]|_modules)(?=\[)", "", path))
     return re.sub(r"\.?\['(\w+)'\]", r".\1", name).lstrip(".")

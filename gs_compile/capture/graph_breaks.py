@@ -1,8 +1,8 @@
-"""graph_breaks: where and why Dynamo has not made one graph of a forward, and what to do about it.
+"""graph_breaks: where and why Dynamo did not capture a forward as one graph, and what to do about it.
 
-Dynamo breaks a graph, or gives a whole frame up and compiles what it calls. Then the backend is asked for parts of the
-forward: the reasons are found by what Dynamo has kept of its compilations. And it compiles a frame so many times, for
-what it is called with; after that it runs as it is written.
+Dynamo may break a graph, or give up a whole frame and compile the functions that it calls. Then the backend is called
+for parts of the forward, and the reasons are found in Dynamo's records of its compilations. Dynamo also compiles a
+frame anew for different arguments, up to a limit; after that the frame runs uncompiled.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from gs_compile.errors import ABSENT, GROUPED, CaptureError, GraphBreakError
 _TORCH = str(Path(torch.__file__).parent)  # where torch's own code is
 _TORCH_MODULES = f"{_TORCH}/nn/modules/"
 
-# What Dynamo says where a size that depends on values decides what the code does, and where any value does.
+# Dynamo's words if a size that depends on values decides what the code does, and if any value does.
 _UNSIZED = ("Dynamic shape operator", "data-dependent expression")
 _BRANCHES = ("Data-dependent branching", "generic_jump Tensor")
-TRACE_ANEW = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)  # of a frame: what its next call does
-RAISES = "Observed exception"  # of the forward's own, which nobody there catches
-_BACKWARD_HOOKS = "Module-level backwards hooks"  # what it breaks at
+TRACE_ANEW = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)  # makes a frame's next call trace again
+RAISES = "Observed exception"  # Dynamo's reason if the forward raises and does not catch
+_BACKWARD_HOOKS = "Module-level backwards hooks"  # Dynamo's reason for a break at these
 
 _LIGER = (
     "leave the kernels of Liger out that stand in layers (rope=False, rms_norm=False, swiglu=False and their like), as "
@@ -53,7 +53,7 @@ _UNHOOK = (
 
 
 def graph_break_of(module: fx.GraphModule) -> GraphBreakError | None:
-    """The error of a graph that is a part of a forward."""
+    """The error for a graph that is a part of a forward; None: it is the whole."""
     found, reason = getattr(module, "compile_subgraph_reason", None), ""
     if found is not None and found.graph_break:
         where, reason = user_line(found.user_stack), str(found.reason)
@@ -65,15 +65,15 @@ def graph_break_of(module: fx.GraphModule) -> GraphBreakError | None:
 
 
 class Reasons:
-    """What Dynamo says of what it cannot capture. It counts the reasons, and so does not tell which came last."""
+    """Dynamo's reasons for what it cannot capture. Dynamo only counts them; this finds the last one."""
 
     def __init__(self) -> None:
         self._counted: dict[tuple[str, str], int] = {}
         self._latest = ""
 
     def new(self) -> str:
-        """The last reason since the last call, one of a graph break if there is any; empty: none. Called as each
-        compilation ends, so that it is of the current one.
+        """The last reason since the last call, preferably of a graph break; empty: none. Called when each compilation
+        ends, so that the reason belongs to it.
         """
         kinds = ("unimplemented", "graph_break")
         counted = {(kind, words): times for kind in kinds for words, times in counters[kind].items()}
@@ -82,7 +82,7 @@ class Reasons:
         return "".join(new[-1:])
 
     def latest(self) -> str:
-        """The last reason, also of earlier compilations, as of a frame that Dynamo resumes behind a break."""
+        """The last reason, also from earlier compilations, for a frame that Dynamo resumes after a break."""
         return self.new() or self._latest
 
 
@@ -90,7 +90,7 @@ REASONS = Reasons()
 
 
 def user_line(stack: Iterable[FrameSummary]) -> str:
-    """The user's line, the innermost that is not torch's own; and torch's, where that is where Dynamo stands."""
+    """The user's line: the innermost that is not torch's; with torch's own line, if Dynamo stopped there."""
     frames = [frame for frame in stack if "torch/_dynamo" not in frame.filename]
     lines = [f"{frame.filename}:{frame.lineno}: {frame.line}" for frame in frames]
     own = [line for line in lines if not line.startswith(_TORCH)]
@@ -114,8 +114,8 @@ def _graph_break(where: str, reason: object) -> GraphBreakError:
 
 
 def is_raise(reason: object, where: str) -> bool:
-    """Whether the forward's own code raises an exception: the line says so, too, and is not torch's, as Dynamo also
-    fails where the code itself would not.
+    """Whether the forward's own code raises an exception: the line must also say so and not be torch's, because Dynamo
+    may fail where the code would not.
     """
     is_raised = re.search(r":\d+: .*\b(raise|assert)\b", where) is not None and _TORCH not in where
     return is_raised and str(reason).startswith(RAISES)
@@ -152,9 +152,9 @@ def remedy(reason: object, where: str) -> str:
 
 
 def refuse(error: CaptureError, why: str) -> NoReturn:
-    """Raise an error that a call met; where the call comes from a frame that Dynamo gave up, Dynamo's reason for that.
+    """Raise the error of a call; if the call comes from a frame that Dynamo gave up, Dynamo's reason for that instead.
 
-    The graph of such a call is a part of a forward. why: what else is known of this model's forwards, for a note.
+    The graph of such a call is a part of a forward. why: what else is known about this model's forwards, for a note.
     """
     if isinstance(error, GraphBreakError):
         raise error
@@ -177,9 +177,9 @@ def refuse(error: CaptureError, why: str) -> NoReturn:
 
 
 def refuse_block(models: Iterable[object]) -> None:
-    """Raise `CaptureError` where Dynamo hands over a numbered part of a model whose forward it gave up.
+    """Raise `CaptureError` if Dynamo captures a numbered part of a model whose forward it gave up.
 
-    models: what it may be. The optimizer's engine would be that of the part alone.
+    models: those that may be such a part. The optimizer's engine would be that of the part only.
     """
     own = list(models)
     frames = (frame for frame, *_ in _given_up_around(sys._getframe()))
@@ -189,16 +189,16 @@ def refuse_block(models: Iterable[object]) -> None:
 
 
 def _given_up_around(frame: FrameType) -> Iterator[tuple[FrameType, str, str]]:
-    """Those of this frame and the ones around it that Dynamo gave up, where and why; the innermost first."""
+    """The frames that Dynamo gave up, among this one and its callers, each with line and reason; innermost first."""
     given_up = _given_up()
     for each, _ in walk_stack(frame):
         found = given_up.get((each.f_code.co_filename, each.f_code.co_firstlineno))
-        if found and each.f_code not in orig_code_map:  # code of Dynamo's own is of a function that it has captured
+        if found and each.f_code not in orig_code_map:  # code generated by Dynamo is of a captured function
             yield each, *found
 
 
 def _passed_over(frame: FrameType) -> str | None:
-    """The class of the module whose forward was to be compiled, where that is torch's own, which Dynamo passes over."""
+    """The class of the module to compile, if it is torch's own: Dynamo skips its forward."""
     for each, _ in walk_stack(frame):
         is_torchs = each.f_code.co_name == "forward" and each.f_code.co_filename.startswith(_TORCH_MODULES)
         if is_torchs and each.f_code not in orig_code_map and _is_compiled(each.f_back):
@@ -207,7 +207,7 @@ def _passed_over(frame: FrameType) -> str | None:
 
 
 def _is_compiled(frame: FrameType | None) -> bool:
-    """Whether a frame is of the function that ``module.compile()`` has Dynamo compile."""
+    """Whether a frame runs the function that ``module.compile()`` makes Dynamo compile."""
     around = frame and frame.f_back
     if frame is None or around is None:
         return False
@@ -215,12 +215,12 @@ def _is_compiled(frame: FrameType | None) -> bool:
 
 
 def _given_up() -> dict[tuple[Any, Any], tuple[str, str]]:
-    """The user's line and the reason, by file and first line of each function that Dynamo has given up lately."""
+    """The user's line and the reason for each function that Dynamo gave up recently, by its file and first line."""
     found = {}
     for each in get_compilation_metrics():
         if each.fail_type and not over_limit(each):
             file, line = each.fail_user_frame_filename, each.fail_user_frame_lineno
-            if not file or not line or "torch/_dynamo" in file:  # code of Dynamo's own: the function is named
+            if not file or not line or "torch/_dynamo" in file:  # code generated by Dynamo: the function is named
                 file, line = str(each.co_filename), int(each.co_firstlineno or 0)
             where = f"{file}:{line}: {linecache.getline(file, line).strip()}"
             found[each.co_filename, each.co_firstlineno] = where, str(each.fail_reason)
@@ -228,13 +228,13 @@ def _given_up() -> dict[tuple[Any, Any], tuple[str, str]]:
 
 
 def _resumed_at(node: fx.Node) -> str:
-    """The line at which Dynamo broke forward before this node: the name of the function it resumed in says so."""
+    """The line at which Dynamo broke the forward before this node, from the name of the function that it resumed in."""
     found = re.match(r'\s*File "(.*)", line \d+, in torch_dynamo_resume_in_\w*_at_(\d+)', node.stack_trace or "")
     return f"{found[1]}:{found[2]}: {linecache.getline(found[1], int(found[2])).strip()}" if found else ""
 
 
 def over_limit(metrics: Any) -> str:
-    """Words on a frame that Dynamo did not compile for its limit; empty of others."""
+    """Words on a frame that Dynamo did not compile because of its limit; empty for others."""
     reason = str(metrics.fail_reason)
     if not reason.startswith("Dynamo recompile limit exceeded"):
         return ""

@@ -1,7 +1,7 @@
-"""hooks: those of the compiled module itself, which are called beside its forward.
+"""hooks: hooks of the compiled module itself, which are called outside its forward.
 
-Dynamo traces hooks of the modules inside with the forward. It compiles those of the outermost module by themselves, and
-asks the backend for them: they are no model, and run as they are written, beside the step.
+Dynamo traces hooks of inner modules with the forward. It compiles those of the outermost module separately and calls
+the backend for them. They are not a model, so they run as plain PyTorch, outside the step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gs_compile.capture.frame_settings import compiled_frame
 
 
 def is_in_hook() -> bool:
-    """Whether what Dynamo compiles now is a hook on a module's forward, or is called by one."""
+    """Whether Dynamo is compiling a hook on a module's forward, or a function called by one."""
     found, frame = sys._getframe(), sys._getframe().f_back
     while frame is not None and not _calls_hooks(frame):
         found, frame = frame, frame.f_back
@@ -29,7 +29,7 @@ def is_in_hook() -> bool:
 
 
 def _calls_hooks(frame: FrameType) -> bool:
-    """Whether a frame is of the function by which a module calls its forward, and its hooks."""
+    """Whether a frame runs the function by which a module calls its forward and its hooks."""
     return frame.f_code.co_filename == torch_module.__file__ and frame.f_code.co_name in ("_call_impl", "inner")
 
 
@@ -40,7 +40,7 @@ def _hooks(module: Any) -> list[Any]:
 
 
 def _code_of(hook: Any) -> CodeType | None:
-    """The code of the function that runs when a hook is called."""
+    """The code of the function that a hook runs."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     function = getattr(hook, "__func__", hook)

@@ -1,7 +1,7 @@
-"""in_place: which memory values are in, what changes it, and which changes units cannot make.
+"""in_place: which values share memory, what changes it, and which changes units cannot make.
 
-A unit runs again for each micro-batch, and in its backward. So it may change its own values in place, and copies of
-what it reads, but nothing that outlives it, or that other units read.
+A unit runs for each micro-batch, and again in its backward. So it may change its own values in place, and copies of
+what it reads, but nothing that outlives it or that other units read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ IN_PLACE_OPERATORS = frozenset(
 
 
 def mutated(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose tensors a node changes in place, as ``x.add_``, ``x[i] = y``, ``x += y`` and ``out=`` do."""
+    """The nodes whose tensors a node changes in place, as by ``x.add_``, ``x[i] = y``, ``x += y`` and ``out=``."""
     if node.op not in ("call_method", "call_function"):
         return []
     name, arguments = spelling(node), arguments_of(node)
@@ -35,7 +35,7 @@ def mutated(node: fx.Node) -> list[fx.Node]:
     elif node.target in (functional.batch_norm, functional.instance_norm):  # running statistics, in training
         is_measured = arguments.get("training", arguments.get("use_input_stats"))
         changed = [arguments["running_mean"], arguments["running_var"]] if is_measured else []
-    elif node.target in (functional.embedding, functional.embedding_bag):  # rows that are longer
+    elif node.target in (functional.embedding, functional.embedding_bag):  # rows longer than `max_norm`
         changed = arguments["weight"] if arguments["max_norm"] is not None else []
     elif ends or name in IN_PLACE_OPERATORS or arguments.get("inplace"):
         changed = [*node.args, *node.kwargs.values()][0]
@@ -45,7 +45,7 @@ def mutated(node: fx.Node) -> list[fx.Node]:
 
 
 def _written(node: fx.Node) -> list[Any] | None:
-    """The arguments that an operator of a library writes to, as its schema says; None: it says of none."""
+    """The arguments that an operator of a library writes to, by its schema; None: it names none."""
     operator = getattr(node.target, "default", node.target)
     schema = getattr(operator, "_schema", None)
     if schema is None or not schema.is_mutable:
@@ -55,24 +55,24 @@ def _written(node: fx.Node) -> list[Any] | None:
 
 
 def storage_of(node: fx.Node) -> int | None:
-    """A number of the memory that a value is in; None where nothing is known of it."""
+    """A number for the memory of a value; None: it is not known."""
     storage: int | None = node.meta.get("storage")
     return storage
 
 
 def in_memory_of(value: fx.Node) -> Set[fx.Node]:
-    """All values that are in the memory of one."""
+    """All values that share memory with this one, itself among them."""
     storage = storage_of(value)
     return {value, *(each for each in value.graph.nodes if storage is not None and storage_of(each) == storage)}
 
 
 def changed(nodes: Iterable[fx.Node]) -> Set[int | None]:
-    """The memory that operations among these change in place, as `storage_of` numbers it."""
+    """The memory that these operations change in place, as numbered by `storage_of`."""
     return {storage_of(each) for node in nodes for each in mutated(node)} - {None}
 
 
 def is_changed(value: fx.Node) -> bool:
-    """Whether a later operation changes the memory of a value in place."""
+    """Whether a later operation changes a value's memory in place."""
     return storage_of(value) in changed(node for node in value.graph.nodes if value < node)
 
 
@@ -82,9 +82,9 @@ def refuse_changes(
     crossing: Mapping[fx.Node, Set[int]],
     wanted: Iterable[fx.Node],
 ) -> None:
-    """Raise `MutationError` for a change in place that would be seen elsewhere than in the model, or not where it is.
+    """Raise `MutationError` for a change in place that would be visible outside the model, or not visible inside.
 
-    at: the unit of each node; crossing: of values that other units read, these units; wanted: the model's results.
+    at: the unit of each node. crossing: values that other units read, with these units. wanted: the model's results.
     """
     nodes = next(iter(readers)).graph.nodes
     free = {storage_of(node): node for node in nodes if is_free(node)}
@@ -93,12 +93,12 @@ def refuse_changes(
         place = source_line(change) or operation(change)
         if storage is None:
             continue
-        if storage in free:  # also where nothing that is returned needs it
+        if storage in free:  # even if no result needs it
             raise MutationError(
                 f"the model changes its input or buffer `{free[storage].name}` in place ({place}): micro-batches and "
                 "recomputation would do it again; make it a result of forward, or freeze it (eval mode)"
             )
-        if operation(change).startswith("_foreach"):  # of which torch's trace loses gradients
+        if operation(change).startswith("_foreach"):  # torch's trace loses its gradients
             raise MutationError(f"the model changes several tensors in place at once ({place}): do so one by one")
         if change not in readers:
             continue
@@ -119,7 +119,7 @@ def refuse_changes(
 
 
 def _refuse_in_regions(nodes: Iterable[fx.Node]) -> None:
-    """Raise `MutationError` for a change of what a region that is compiled by itself reads: torch cannot trace it."""
+    """Raise `MutationError` for a change of what a separately compiled region reads: torch cannot trace it."""
     for body in (body for node in nodes if operation(node) == "invoke_subgraph" for body in node.meta["bodies"]):
         given = {storage_of(each) for each in body.graph.nodes if is_free(each)} - {None}
         for change in body.graph.nodes:
@@ -132,7 +132,7 @@ def _refuse_in_regions(nodes: Iterable[fx.Node]) -> None:
 
 
 def _is_seen_elsewhere(change: fx.Node, value: fx.Node, at: Mapping[fx.Node, int]) -> bool:
-    """Whether another unit reads `value` on the wrong side of `change`: each sees its maker's last version."""
+    """Whether another unit reads `value` on the wrong side of `change`: other units see only its last version."""
     readers = [user for user in value.users if user in at and at[user] != at[value]]
     if at[change] == at[value]:
         return any(reader < change for reader in readers)

@@ -1,4 +1,4 @@
-"""inductor: functions of tensors as ATen graphs, traced on tensors without memory, and machine code for them.
+"""inductor: traces functions of tensors to ATen graphs, on fake tensors, and compiles these.
 
 The inner compiler is inductor, or "eager", which runs the graph as it is.
 """
@@ -61,13 +61,13 @@ class Generator:
     ) -> fx.GraphModule:
         """The ATen graph of `function` of tensors like `specs`, without what its results do not need.
 
-        With `sizes`, lengths are symbolic: `function` gets, and the graph begins with, their symbols. is_sized: no
-        values decide how large a tensor inside is.
+        With `sizes`, lengths are symbolic: `function` and the graph take their symbols as first arguments. is_sized: no
+        tensor inside has a size that depends on values.
 
-        `function` may call autograd, which would run the backward of tensors on a GPU in a thread of its own, where
-        nothing is traced.
+        `function` may call autograd, which would run the backward of GPU tensors in a thread of its own, where nothing
+        is traced.
         """
-        with torch.inference_mode(False):  # whoever asks; this has several threads on
+        with torch.inference_mode(False):  # whatever the caller's mode; it also enables multithreading of autograd
             return self._traced(function, specs, sizes or Sizes({}), is_sized)
 
     def _traced(
@@ -76,11 +76,11 @@ class Generator:
         one_thread = torch.autograd.set_multithreading_enabled(False)
         mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes.env)
         is_symbolic = bool(sizes.symbols) or not is_sized
-        in_python = enable_python_dispatcher() if is_symbolic else nullcontext()  # C++ asks for numbers
-        unwritten = _use_lazy_graph_module(True)  # as of `graph_module`
+        in_python = enable_python_dispatcher() if is_symbolic else nullcontext()  # C++ would need numbers
+        unwritten = _use_lazy_graph_module(True)  # see `graph_module`
 
         def run(*given: Any) -> Any:
-            _symbolic_trace._is_fx_tracing_flag = False  # for which compiled models would be refused in other threads
+            _symbolic_trace._is_fx_tracing_flag = False  # a global: it would make compiled models fail in other threads
             return function(*given)
 
         with mode, in_python, one_thread, torch.enable_grad(), torch._C._DisableAutocast(), unwritten:
@@ -110,7 +110,7 @@ class Generator:
     def functional(
         self, graph: fx.GraphModule, specs: Iterable[TensorSpec], sizes: Sizes | None = None
     ) -> fx.GraphModule:
-        """A traced graph with nothing changed in place: the same operations otherwise, and the same random numbers."""
+        """A traced graph without changes in place; otherwise with the same operations and random numbers."""
         if not any(map(changes_memory, graph.graph.nodes)):
             return graph
         constant = [replace(spec, requires_grad=False) for spec in specs]
@@ -118,9 +118,9 @@ class Generator:
 
     @property
     def decompositions(self) -> dict[Any, Callable[..., Any]]:
-        """The decompositions to trace with; inductor's may change strides, so its views must be chosen after them.
+        """The decompositions to trace with: inductor's may change strides, on which the choice of views depends.
 
-        Embeddings' backward stays whole, for `factor`; where that leaves it, inductor decomposes it itself.
+        Embeddings' backward stays whole for `factor`; what is left of it inductor decomposes later.
         """
         if self.compiler == "eager":
             return {}
@@ -130,7 +130,7 @@ class Generator:
         return {operation: meaning for operation, meaning in select_decomp_table().items() if operation is not whole}
 
     def generate(self, graph: fx.GraphModule) -> Callable[..., Any]:
-        """A function of the same inputs and outputs as a traced graph."""
+        """The compiled function of a traced graph, with the same inputs and outputs."""
         if self.compiler == "eager":
             return _as_traced(graph)
         from torch._inductor import list_mode_options
@@ -141,7 +141,7 @@ class Generator:
         inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
         if any(isinstance(each, torch.Tensor) and each.device.type == "cpu" for each in inputs):
             toolchain.wait()
-            patches["fallback_random"] = True  # else masks are drawn in any order, in the backward in another one
+            patches["fallback_random"] = True  # else forward and backward draw masks in different orders
         with torch.no_grad(), torch._C._DisableAutocast():
             compiled: Any = compile_fx(graph, inputs, config_patches=patches)
         function: Callable[..., Any] = compiled
@@ -149,7 +149,7 @@ class Generator:
 
 
 def check_mode(mode: str | None) -> None:
-    """Raise `OptionError` for what is none of inductor's modes."""
+    """Raise `OptionError` if `mode` is not one of inductor's."""
     if mode is None:
         return
     from torch._inductor import list_mode_options
@@ -159,12 +159,12 @@ def check_mode(mode: str | None) -> None:
 
 
 def num_cache_misses() -> int:
-    """Misses of graphs that were looked for in inductor's cache by this process so far."""
+    """The number of graphs so far that this process did not find in inductor's cache."""
     return int(counters["inductor"]["fxgraph_cache_miss"])
 
 
 def in_this_process() -> AbstractContextManager[None]:
-    """Inductor starts none of its own processes, and asks none that it has."""
+    """In the block, inductor neither starts compile processes nor uses those that it has."""
     from torch._inductor import config
 
     found: AbstractContextManager[None] = config.patch(compile_threads=1)
@@ -172,10 +172,10 @@ def in_this_process() -> AbstractContextManager[None]:
 
 
 def _as_traced(graph: fx.GraphModule) -> fx.GraphModule:
-    """The graph itself, or one whose views copy where memory does not allow a view, and that draws by `draw`.
+    """The graph itself, or one that copies if a view is impossible, and that draws by `draw`.
 
-    Some operations give tensors without memory other strides than real ones: the backward of softplus does, where the
-    gradient is transposed. Memory that is changed in place is viewed as it was traced: a copy would lose the change.
+    Some operations give fake tensors other strides than real ones, such as the backward of softplus with a transposed
+    gradient. Views of memory that is changed in place stay views: a copy would lose the change.
     """
     view, nodes = torch.ops.aten.view.default, graph.graph.nodes
     changed = {memory_of(each) for node in nodes if changes_memory(node) for each in node.all_input_nodes}
@@ -197,10 +197,10 @@ def _as_traced(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 class Sizes:
-    """Symbols in the place of lengths, and what a trace and a compilation with them take for granted.
+    """Symbols in place of lengths, and the guards of a trace and a compilation with them.
 
-    `values`: of each of Dynamo's symbols in the call at hand. Without any this is what inductor asks for to keep what
-    it compiles on disk.
+    `values`: of Dynamo's symbols, in the current call. Without any, it only serves inductor, which needs such an
+    environment to store compiled code on disk.
     """
 
     def __init__(self, values: Mapping[sympy.Symbol, int]) -> None:
@@ -213,7 +213,7 @@ class Sizes:
             self.symbols[symbol] = self.env.create_symintnode(own, hint=value, source=source)
 
     def symbolic(self, value: Any) -> Any:
-        """`value`, a number or several, with symbolic numbers for its lengths."""
+        """`value`, a number or several, with its lengths replaced by symbolic numbers."""
         return map_aggregate(value, self._symbolic)
 
     def _symbolic(self, length: Any) -> Any:
@@ -223,20 +223,20 @@ class Sizes:
         return self.env.create_symintnode(length.expression.xreplace(own), hint=int(length))
 
     def number(self, size: Any, values: Sequence[int]) -> int:
-        """What a size that was traced with the symbols comes to where these have other values."""
+        """The number of a size that was traced with the symbols, if these have other values."""
         if not isinstance(size, torch.SymInt):
             return int(size)
         own = (number.node.expr for number in self.symbols.values())
         return int(size.node.expr.xreplace(dict(zip(own, map(sympy.Integer, values), strict=True))))
 
     def hold(self, values: Sequence[int]) -> bool:
-        """Whether what was traced and compiled so far may be used where the symbols have these values."""
+        """Whether the guards of what was traced and compiled so far hold if the symbols have these values."""
         guard = self.env.produce_guards_expression(list(self.symbols.values()))
         return not guard or bool(self.env.evaluate_guards_expression(guard, values))
 
 
 class Resized(fx.Interpreter):
-    """Runs a graph with symbolic numbers for its lengths."""
+    """Runs a graph with its lengths replaced by symbolic numbers."""
 
     def __init__(self, module: fx.GraphModule, sizes: Sizes) -> None:
         super().__init__(module)
@@ -248,7 +248,7 @@ class Resized(fx.Interpreter):
 
 @cache
 def best_compiler(device_type: str) -> Compiler:
-    """inductor where what it needs is there (a C++ compiler for the CPU, Triton elsewhere), else eager, said once."""
+    """inductor, if it finds what it needs (a C++ compiler for the CPU, Triton elsewhere); else eager, logged once."""
     if device_type == "meta":
         return "eager"
     if device_type == "cpu":
@@ -277,20 +277,20 @@ def changes_memory(node: fx.Node) -> bool:
 
 
 def memory_of(node: fx.Node) -> StorageWeakRef | None:
-    """What tells the memory of a node's tensor in an ATen graph from others; None: it makes no tensor."""
+    """A key for the memory of a node's tensor in an ATen graph; None: the node makes no tensor."""
     value = node.meta.get("val")
     return StorageWeakRef(value.untyped_storage()) if isinstance(value, torch.Tensor) else None
 
 
 def draws_random(node: fx.Node) -> bool:
-    """Whether a node of an ATen graph draws random numbers; attention is marked as if, but with no dropout does not."""
+    """Whether a node of an ATen graph draws random numbers. Attention is tagged so, but without dropout does not."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     return named_arguments(node).get("dropout_p") != 0
 
 
 def _draws(graph: fx.GraphModule) -> bool:
-    """Whether a graph draws, or one that an operation of it runs."""
+    """Whether a graph, or a graph inside it, draws random numbers."""
     graphs = (each for each in graph.modules() if isinstance(each, fx.GraphModule))
     return any(draws_random(node) for each in graphs for node in each.graph.nodes)
 

@@ -1,4 +1,4 @@
-"""internals: what this package uses of torch beside its documented interface and beside Dynamo, each under one name."""
+"""internals: the undocumented parts of torch that this package uses, except Dynamo's, each under one name."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 
 F = TypeVar("F", bound=Callable[..., Any])
-_FABRIC = ("lightning_fabric.wrappers", "lightning.fabric.wrappers")  # as it is installed alone, or with the rest
-_UNTRACED = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")  # frames of what `untraced` puts around a function
+_FABRIC = ("lightning_fabric.wrappers", "lightning.fabric.wrappers")  # installed alone, or as a part
+_UNTRACED = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")  # frames of the wrapper of `untraced`
 
 
 def untraced(function: F) -> F:
-    """`function`, which Dynamo passes over."""
+    """`function`, wrapped so that Dynamo does not trace it."""
     return cast(F, torch._disable_dynamo(function))
 
 
 def copy_of(function: FunctionType) -> FunctionType:
-    """A function that does the same, with code of its own: what Dynamo keeps of the other, or has in its place, is none
-    of this one's.
+    """A copy of a function with its own code object: what Dynamo stores for the original, or substitutes for it, does
+    not apply to the copy.
     """
     facts = function.__globals__, function.__name__, function.__defaults__, function.__closure__
     copied = FunctionType(function.__code__.replace(), *facts)
@@ -36,13 +36,13 @@ def copy_of(function: FunctionType) -> FunctionType:
 
 
 def without_overrides() -> AbstractContextManager[Any]:
-    """In the block no code of a tensor's class runs, which takes long: a step asks each parameter several times."""
+    """In the block, no code of a tensor's class runs. It would be slow: a step queries each parameter several times."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """In the block no mode of the user's sees calls, as that of `torch.set_default_device`: they make host memory."""
+    """In the block, no mode of the user is active, such as `torch.set_default_device`: new memory is on the host."""
     modes = [_pop_mode() for _ in range(_len_torch_function_stack())]
     try:
         yield
@@ -53,8 +53,8 @@ def without_modes() -> Iterator[None]:
 
 @contextmanager
 def without_packing() -> Iterator[None]:
-    """In the block no hook of the user's packs what autograd saves (`torch.autograd.graph.saved_tensors_hooks`): a step
-    saves inputs of layers its own way, and layers are differentiated with tensors that have no values.
+    """In the block, no hook of the user packs what autograd saves (`torch.autograd.graph.saved_tensors_hooks`): a step
+    saves inputs of layers in its own way, and layers are differentiated on tensors without values.
     """
     autograd: Any = torch._C._autograd
     hooks = list[Any]()
@@ -69,46 +69,48 @@ def without_packing() -> Iterator[None]:
 
 
 def wrap_compiled_call(module: torch.nn.Module, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put `wrapper(call)` in the place of what `module.compile()` has made of the module's call."""
+    """Replace the compiled call that `module.compile()` has made by `wrapper` of it."""
     assert module._compiled_call_impl is not None
     module._compiled_call_impl = wrapper(module._compiled_call_impl)
 
 
 def changes(tensor: torch.Tensor) -> int:
-    """How often the tensor was changed in place; of one that inference has made nobody counts it."""
+    """How often the tensor was changed in place; 0 for an inference tensor, which has no counter."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def has_scheduler(step: Callable[..., Any]) -> bool:
-    """Whether a scheduler of torch's has been made for the optimizer whose method `step` is."""
+    """Whether there is a torch scheduler for the optimizer whose method `step` is."""
     return hasattr(step, "_wrapped_by_lr_sched")
 
 
 def num_holders(tensor: torch.Tensor) -> int:
-    """How many tensors have the memory that this one has."""
+    """How many tensors share this one's memory, itself among them."""
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # `storage` holds it, too
 
 
 def makes_state_dict() -> bool:
-    """Whether a parameter's __torch_function__, by a function of its own, asks this for a module's state dict."""
+    """Whether a module's state dict is being made; called one call below a parameter's __torch_function__."""
     return _caller(4).f_code is torch.nn.Module._save_to_state_dict.__code__
 
 
 def makes_replicas() -> bool:
-    """Whether DistributedDataParallel, by two functions, asks this as it is made: it sends all values to all ranks."""
+    """Whether a DistributedDataParallel is being made, which sends all values to all ranks; called two calls below a
+    parameter's __torch_function__.
+    """
     found = getattr(torch.distributed, "utils", None)
     return found is not None and _caller(5).f_code is found._sync_module_states.__code__
 
 
 def converts_module() -> bool:
-    """Whether a parameter's __torch_function__, by two functions of its own, asks this as a module is sent or cast."""
-    caller = _caller(5)  # the function that is given to `_apply`, or that itself, which is given one of C's
+    """Whether a module is being moved or cast; called two calls below a parameter's __torch_function__."""
+    caller = _caller(5)  # the function passed to `_apply`; or `_apply`, if that function is in C
     return torch.nn.Module._apply.__code__ in (caller.f_code, caller.f_back and caller.f_back.f_code)
 
 
 def _caller(depth: int) -> FrameType:
-    """The frame that has called a function on a parameter, whose __torch_function__ is so many calls below."""
+    """The frame that called a function on a parameter; depth: of the calls from there to here."""
     frame = sys._getframe(depth)
     while frame.f_back is not None and frame.f_code.co_filename.endswith(_UNTRACED):
         frame = frame.f_back
@@ -116,15 +118,15 @@ def _caller(depth: int) -> FrameType:
 
 
 def backward_hooks(holder: torch.Tensor | torch.nn.Module) -> list[Any]:
-    """What the user has registered to be called with gradients of a tensor, or in the backward of a module."""
+    """The hooks that the user has registered on a tensor's gradients, or on a module's backward."""
     names = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
     return [hook for name in names for hook in (getattr(holder, name, None) or {}).values()]
 
 
 def watches_gradient(tensor: torch.Tensor | None) -> bool:
-    """Whether something of the user's sees the gradient of a tensor, if it is still there.
+    """Whether code of the user sees the gradient of a tensor, if the tensor still exists.
 
-    Lightning's Fabric hooks all that a model returns, to learn who has called the backward, and looks at no gradient.
+    Lightning's Fabric hooks all results of a model, to learn who calls the backward; it does not look at gradients.
     """
     if tensor is None:
         return False
@@ -133,12 +135,12 @@ def watches_gradient(tensor: torch.Tensor | None) -> bool:
 
 
 def wants_all(node: Any) -> bool:
-    """Whether the backward under way, which has come to this autograd node, has all its inputs' gradients taken up."""
+    """Whether the running backward, which has reached this autograd node, needs the gradients of all its inputs."""
     return all(comes_to(each) for each, _ in node.next_functions if each is not None)
 
 
 def comes_to(node: Any) -> bool:
-    """Whether the backward under way has come, or will come, to an autograd node."""
+    """Whether the running backward has reached, or will reach, an autograd node."""
     return bool(torch._C._will_engine_execute_node(node))
 
 

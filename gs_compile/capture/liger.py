@@ -1,4 +1,4 @@
-"""liger: what the losses of Liger compute, in operations that a capture takes."""
+"""liger: the losses of Liger, in operations that can be captured."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# Of what a model hands on to its loss, this is for the loss.
+# Those of the arguments that a model passes to its loss that are for the loss.
 _SETTINGS = ("label_smoothing", "lse_square_scale", "use_token_scaling", "return_token", "return_predicted")
 
 
@@ -28,7 +28,7 @@ def cross_entropy(
     logits = logits.float()
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    log_p = functional.log_softmax(logits, -1)  # Liger may be what is called `functional.cross_entropy`
+    log_p = functional.log_softmax(logits, -1)  # Liger may have replaced `functional.cross_entropy`
     return functional.nll_loss(log_p, target, weight, ignore_index=ignore_index, reduction=reduction)
 
 

@@ -1,4 +1,4 @@
-"""listed: samples that a call gives as the tensors of a list, which no micro-batch can be cut from."""
+"""listed: samples that a call passes as a list of tensors, which cannot be cut into micro-batches."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _LISTED = re.compile(r"(.+)\[\d+\]")
 
 
 def listed_samples(captured: Captured) -> tuple[str, int]:
-    """The list whose tensors the model joins along dimension 0, and how many it joins; 0: the samples are no list's.
+    """The list whose tensors the model joins along dimension 0, and their number; 0: the samples are not in a list.
 
-    They are none where another input has the batch, such as labels: a list may also hold what belongs to one sample.
+    They are not if another input has the batch, such as labels: a list may also hold parts of one sample.
     """
     if captured.batch_symbols:  # of a tensor's rows
         return "", 0

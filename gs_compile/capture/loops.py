@@ -1,14 +1,14 @@
-"""loops: which values of a graph a compiler that fuses operations keeps out of memory, and which it makes together.
+"""loops: which values a fusing compiler keeps out of memory, and which it computes together.
 
-    logits = mm(x, w)                            in memory, as all that a library makes or reads
-    shifted = logits - amax(logits)              read in the loops that read logits
-    gradient = exp(shifted) * y - chosen         in memory: mm reads it, and until it is made logits are read
+    logits = mm(x, w)                            in memory, like all that a library's operation makes or reads
+    shifted = logits - amax(logits)              not in memory: computed in the loops that read it
+    gradient = exp(shifted) * y - chosen         in memory, because mm reads it; logits are needed until it is made
 
-inductor writes operations on elements into the loops of those that read them. What several read it puts into memory
-if that spares more than it costs, by its own rule of thumb, which stands here; where all that reads it runs without a
-library's operation between, the loops become one, which has it for a row at a time. Loops that read the same become
-one, too, so that what they make is in memory at the same time. It may yet write into memory that it has just read,
-which is not counted on.
+inductor fuses elementwise operations into the loops of their readers. A value with several readers is put into memory
+if that saves more than it costs, by inductor's heuristic, which is repeated here. If no library operation runs between
+its readers, their loops are fused instead, and the value exists for one row at a time. Loops that read the same values
+are fused, too, so what they make is in memory at the same time. inductor may also reuse memory that it has just read;
+this is not modelled.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ REDUCING |= {aten.var_mean, aten.var}
 MAKING = {aten.full, aten.zeros, aten.ones, aten.scalar_tensor, aten.arange, aten.full_like, aten.zeros_like}
 READING = {aten.gather, aten.index, aten.embedding, aten.clone, aten._to_copy, aten.slice_scatter, aten.constant_pad_nd}
 HEAVY = {aten.exp, aten.log, aten.log1p, aten.log2, aten.log10, aten.sigmoid, aten.tanh}  # not twice on a CPU
-MOST_READS, MOST_READS_OF_ONE, MOST_OPERATIONS = 4, 8, 30  # of a value that several read; of any; of either
+MOST_READS, MOST_READS_OF_ONE, MOST_OPERATIONS = 4, 8, 30  # of a value with several readers; of any; of either
 
 
 class Loops(NamedTuple):
-    """out: the values that are not in memory, and what is read in their place; first: of what loops make together."""
+    """out: the values that are not in memory, with those that are read instead. first: of values made together."""
 
     out: dict[fx.Node, frozenset[fx.Node]]
     first: dict[fx.Node, fx.Node]
@@ -42,9 +42,9 @@ class Loops(NamedTuple):
 
 @dataclass
 class _Body:
-    """What the loop of a value does: the values that it reads, by their operations, and its own operations.
+    """The loop that computes a value: the values that it reads, by their operations, and its own operations.
 
-    sources: the values in memory that these are, or are made of.
+    sources: the values in memory that these are, or are computed from.
     """
 
     reads: set[fx.Node] = field(default_factory=set)
@@ -58,7 +58,7 @@ def loops(module: fx.GraphModule) -> Loops:
 
 
 class _Graph:
-    """Values are told by the operation that makes their memory, of which others are views."""
+    """A value is identified by the operation that makes its memory; others are views of it."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         nodes = [node for node in module.graph.nodes if node.op != "output"]
@@ -75,7 +75,7 @@ class _Graph:
         self.results = {self.root[each] for each in output_values(module) if isinstance(each, fx.Node)}
         changed = {self.root[each] for node in nodes if changes_memory(node) for each in node.all_input_nodes}
         self.is_loop = {node: _is_loop(node) and self.root[node] not in changed for node in nodes}
-        self.depth: dict[fx.Node, int] = {}  # the operations of libraries that are behind one another ahead of it
+        self.depth: dict[fx.Node, int] = {}  # the length of the chain of library operations before it
         for node in nodes:
             made = [maker for maker, _ in self._inputs(node)]
             ahead = (self.depth[each] + (each.op == "call_function" and not self.is_loop[each]) for each in made)
@@ -88,7 +88,7 @@ class _Graph:
                 self._visit(node)
 
     def _inputs(self, node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """The operations whose values it reads, and these."""
+        """The values that a node reads, each with the operation that makes its memory."""
         makers = ((self.root[each], each) for each in node.all_input_nodes)
         return ((maker, each) for maker, each in makers if maker is not self.root[node])
 
@@ -116,7 +116,7 @@ class _Graph:
             self._join(node, body.sources)
 
     def _join(self, node: fx.Node, sources: set[fx.Node]) -> None:
-        """Note with what else a value is made: what is as deep, and reads something that is as large as it is."""
+        """Note which other value is made in the same loop: one of equal depth that reads a source of this size."""
         keys = [(self.depth[node], self.root[each]) for each in sources if _numel(each) >= _numel(node)]
         first = next((self.together[key] for key in keys if key in self.together), node)
         self.found.first[node] = first
@@ -124,7 +124,7 @@ class _Graph:
 
 
 def _is_loop(node: fx.Node) -> bool:
-    """Whether a compiler writes the operation itself."""
+    """Whether the compiler generates the operation's code, instead of calling a library."""
     if node.op != "call_function" or not tensors_in(node):
         return False
     packet, tags = packet_of(node), getattr(node.target, "tags", ())

@@ -1,6 +1,6 @@
-"""loss: rewrite the model's outputs so that micro-batches add up to what the user wrote for the whole batch.
+"""loss: rewrites the model's outputs so that micro-batches add up to what the user wrote for the whole batch.
 
-Every value of the graph is one of
+Every value of the graph has one of these classes:
 
     local    one row or more for each sample; a micro-batch has the rows of its own samples
     sum      the whole batch's value is the sum of the micro-batches' values
@@ -8,15 +8,17 @@ Every value of the graph is one of
     same     does not depend on the samples
     mixed    none of these: batch statistics, products of means
 
-and the classes follow from the operations:  sum(local) = sum,  mean(local) = mean,  sum + sum = sum,  same * sum = sum,
-sum + (m_j / B) mean = sum, ...  A denominator made from the inputs alone, as the count of labels in a cross-entropy
-mean, is a sum that can be known before any layer runs: the `count` verb adds it over all micro-batches, and the head
-reads the total. So  cross_entropy(mean)  becomes  cross_entropy(sum) / total,  which is right for uneven labels and
-for micro-batches without any. What ends as a mean is multiplied by the micro-batch's `fraction` m_j / B.
+The classes follow from the operations:  sum(local) = sum,  mean(local) = mean,  sum + sum = sum,  same * sum = sum,
+sum + (m_j / B) mean = sum, ...  A denominator that depends on the inputs alone, such as the number of labels in a
+cross-entropy mean, is a sum that can be known before any layer runs: the `count` verb adds it over all micro-batches,
+and the head reads the total. So  cross_entropy(mean)  becomes  cross_entropy(sum) / total,  which is right for uneven
+labels and for micro-batches without any. An output that is a mean is multiplied by the micro-batch's `fraction`
+m_j / B.
 
-A mixed value that is made of the inputs and of what blocks make for each sample, as the loss that balances experts, is
-made of all samples at once, before the head runs (`whole_batch`): then it is the same for all micro-batches. Any other
-that reaches an output is refused by name. (Contract: the loss of the global batch.)
+A mixed value that depends only on the inputs and on what blocks make for each sample, such as the loss that balances
+experts, is computed from all samples at once, before the head runs (`whole_batch`); then it is the same for all
+micro-batches. Any other mixed value that reaches an output is refused by name. (Contract: the loss of the global
+batch.)
 """
 
 from __future__ import annotations
@@ -78,24 +80,24 @@ from gs_compile.errors import CaptureError, SeparationError
 class Separated:
     """The rewritten graph, and how its outputs combine."""
 
-    module: fx.GraphModule  # with new placeholders total_0 ... and fraction where they are needed
+    module: fx.GraphModule  # with new placeholders total_0 ... and fraction, if needed
     outputs: tuple[Any, ...]  # what `module` returns: nodes, constants, and None for what is not kept
     totals: tuple[fx.Node, ...]  # nodes of `module` whose sum over micro-batches is total_k
     kinds: dict[fx.Node, Kind]  # of every output node: "local", "sum" or "same"
-    terms: tuple[LossTerm, ...]  # the derivation, for people
-    wholes: Mapping[fx.Node, str] = field(default_factory=dict)  # nodes of the whole batch: the words that refuse each
+    terms: tuple[LossTerm, ...]  # the derivation, to be shown
+    wholes: Mapping[fx.Node, str] = field(default_factory=dict)  # values of the whole batch, with the refusal of each
     samples: frozenset[fx.Node] = frozenset()  # nodes with one row or more for each sample, along one dimension
-    has_loss: bool = True  # the first scalar that is made for the outputs is the loss; else that is made of these
+    has_loss: bool = True  # the first scalar output is the loss; else the loss is computed from outputs
 
 
 def loss(
     module: fx.GraphModule, captured: Captured, *, kept: Sequence[bool], alone: bool, layer_major: bool = True
 ) -> Separated:
-    """Rewrite the outputs of `module` that are `kept` (one truth for each).
+    """Rewrite the outputs of `module` that are `kept` (one bool for each).
 
-    Raises `SeparationError` for one that does not separate, and `CaptureError` for gradients that are sparse.
-    `alone`: the micro-batch is the whole batch, so there is nothing to combine. layer_major: all layers run for all
-    micro-batches before the head.
+    Raises `SeparationError` for an output that does not separate, and `CaptureError` for sparse gradients. `alone`: the
+    micro-batch is the whole batch, so there is nothing to combine. layer_major: all layers run for all micro-batches
+    before the head.
     """
     _refuse_sparse(module)
     _refuse_kernels(module)
@@ -123,7 +125,7 @@ def refused(
 
 
 def _checked(module: fx.GraphModule, kept: Sequence[bool]) -> tuple[list[fx.Node], ShareEditor]:
-    """The module with its checks in place; what deals entries among samples, and the editor of its outputs."""
+    """Put the module's checks in place; returns the nodes of `deal_by_index`, and the editor of its outputs."""
     dealt, shares = deal_by_index(module.graph), ShareEditor(module.graph)
     place_checks(shares, _kept(module, kept))
     return dealt, shares
@@ -159,7 +161,7 @@ class _Separation:
     def run(self, kept: Sequence[bool]) -> Separated:
         output = self.module.graph.output_node()
         self.classify()
-        outputs = _kept(self.module, kept)  # only now: a loss has its shares in its place
+        outputs = _kept(self.module, kept)  # only now: shares have replaced the losses
         made = tuple(self._output(value, output) if isinstance(value, fx.Node) else value for value in outputs)
         output.args = (made,)
         self.module.recompile()
@@ -197,7 +199,7 @@ class _Separation:
         return node
 
     def _why_not_in_rows(self, node: fx.Node, state: State) -> str:
-        """Why the micro-batches' values behind one another are not the batch's, of an output with rows; else empty."""
+        """Why the micro-batches' rows, concatenated, are not the batch's value of an output; empty: they are."""
         if node in self.provenance.numbers:
             return "is of the numbers of the samples, which every micro-batch counts from 0"
         if state.kind != "local" or (spec := tensor_spec(node)) is None:
@@ -226,7 +228,7 @@ class _Separation:
             if made_from or not self._is_of_whole(source):
                 return replace(self.states[source], source=made_from)
             node.replace_input_with(source, self.shares.whole(source))
-        state = self._rule(node)  # which may bind totals to the node in place of its inputs
+        state = self._rule(node)  # it may replace the node's inputs by totals
         from_inputs = all(self.states[source].from_inputs for source in node.all_input_nodes)
         if block_of(node) is not None:
             made_from = "taps" if state.kind == "local" and is_of_samples(node) else ""
@@ -240,12 +242,12 @@ class _Separation:
         return "taps" if "taps" in sources else "" if draws(node) else "inputs"
 
     def _is_mixed_behind_blocks(self, node: fx.Node) -> bool:
-        """What blocks mix is told first: no other loss helps."""
+        """Whether a value is mixed outside blocks. What blocks mix is reported first: no other loss would help."""
         cause = self.states[node].cause
         return cause is None or block_of(cause) is None
 
     def _is_of_whole(self, node: fx.Node) -> bool:
-        """Whether a value that does not separate can be made of all samples at once, before the head runs."""
+        """Whether a value that does not separate can be computed from all samples at once, before the head runs."""
         spec = tensor_spec(node)
         is_fit = spec is not None and not spec.batch_dims and spec.is_sized
         state = self.states[node]
@@ -253,7 +255,7 @@ class _Separation:
         return self.layer_major and is_fit and (is_exchanged or state.source == "taps")
 
     def _change(self, node: fx.Node, target: fx.Node) -> None:
-        """After a change in place of one class by another, the old names of the memory stand for neither."""
+        """After a change in place that gives memory another class, its earlier names have neither class."""
         state, mixed = self.states[node], None
         if state.kind == "mixed":
             mixed = state
@@ -286,13 +288,13 @@ class _Separation:
         if spec.batch_dims or (inside and (not spec.dtype.is_floating_point or name in COUNTING)):
             return State("local")  # integers inside a block are indices: the order of tokens, counts per expert
         if name in FILLING or picks_of_equals(node, name):
-            return State("same")  # x.new_ones(()): takes from x its kind alone
+            return State("same")  # x.new_ones(()): uses only the dtype and device of x
         if name in ("sum", "mean", "count_nonzero") and not node.all_input_nodes[0].meta.get("uneven"):
             return State("mean" if name == "mean" else "sum")
         return _mixed(node, REDUCES)
 
     def _is_count(self, node: fx.Node) -> bool:
-        """Whether a value is one for all samples of a micro-batch, and depends on them."""
+        """Whether a value belongs to all samples of a micro-batch together, and depends on them."""
         return self.states[node].kind == "local" and tensor_spec(node) is not None and not has_samples(node)
 
     def _kinds(self, node: fx.Node) -> set[Kind]:
@@ -325,7 +327,7 @@ class _Separation:
         return None if rounds or after.dtype is torch.bool else self.states[source]
 
     def _scale(self, node: fx.Node, left: Any, right: Any, *, commutes: bool) -> State | None:
-        """same * sum = sum; sum / B = mean; mean * B = sum; and a sum of the inputs alone becomes a total, the same."""
+        """same * sum = sum; sum / B = mean; mean * B = sum; and a sum of inputs alone becomes a total, so "same"."""
         for one, other in ((left, right), (right, left))[: 2 if commutes else 1]:
             kind = self._kind(one, node)
             if kind in ("sum", "mean", "local") and self._make_same(other, node):
@@ -343,18 +345,18 @@ class _Separation:
         return "batch" if value in node.meta.get("batch_numbers", {}) else "same"
 
     def _make_same(self, value: Any, node: fx.Node) -> bool:
-        """Whether `value` is one for all micro-batches; a sum of the inputs alone is made so."""
+        """Whether `value` is "same", or can be made so: a sum of inputs alone is replaced by its total."""
         kind = self._kind(value, node)
         if kind == "batch":
             return bool(node.meta["batch_numbers"][value])
         return kind == "same" or (isinstance(value, fx.Node) and self._globalise(node, [value]))
 
     def _add(self, node: fx.Node, *, joins: bool) -> State | None:
-        """Add or join values: means and what is the same give a mean; with a sum among them all become shares."""
+        """Add or join values: means and "same" give a mean; if one is a sum, all become shares that add."""
         kinds = {self._kind(operand, node) for operand in (node.all_input_nodes if joins else node.args)}
         spec = tensor_spec(node)
         if kinds & {"local", "batch"} or (kinds != {"sum"} and spec and not spec.dtype.is_floating_point):
-            return None  # no integers are shares of what is the same
+            return None  # a share of "same" is a fraction, and no integer
         if kinds <= {"mean", "same"}:
             return State("mean")
 
@@ -381,7 +383,7 @@ class _Separation:
         if name in AVERAGED_LOSSES and not aligned(*alike):
             return _mixed(node, PAIRING)
         if reduction == "batchmean" and 0 not in arguments["input"].meta["spec"].batch_dims:
-            return State("sum")  # divided by as many as another dimension has
+            return State("sum")  # divided by the size of another dimension
         if reduction in ("none", "sum"):
             return State("local" if reduction == "none" else "sum")
         weight = arguments.get("weight")
@@ -396,7 +398,7 @@ class _Separation:
         return State("sum")
 
     def _globalise(self, node: fx.Node, values: Sequence[fx.Node]) -> bool:
-        """Replace those of `values` that are sums of the inputs alone by their totals; whether no other sum is left."""
+        """Replace those of `values` that are sums of inputs alone by their totals; whether no other sum is left."""
         sums = [value for value in values if self.states[value].kind in ("sum", "mean")]
         if not all(self.states[value].from_inputs for value in sums):
             return False

@@ -1,9 +1,8 @@
-"""memory: bytes that an ATen graph has alive inside, counted without running it.
+"""memory: live bytes inside an ATen graph, counted without running it.
 
-Memory is that of the graph as it is written, every tensor from the operation that makes it to its last reader; or as a
-compiler has it, which keeps some values out of memory, and what these are made of until they are read
-(`capture.loops`). What kernels take inside is not counted. Where values decide how large a tensor is, it counts with
-the most that it can be.
+Memory is counted either as the graph is written, with every tensor alive from its operation to its last reader; or as a
+fusing compiler uses it, which keeps some values out of memory and their sources alive until they are read
+(`capture.loops`). Memory inside kernels is not counted. A tensor whose size depends on values counts with its maximum.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from gs_compile.capture.loops import Loops, loops
 
 
 class Lifetime(NamedTuple):
-    """The places in a graph of the node that makes a memory and of its last reader, and its bytes."""
+    """The places in the graph of the node that allocates some memory and of its last reader, and its bytes."""
 
     made: int
     last: int
@@ -29,12 +28,12 @@ class Lifetime(NamedTuple):
 
 
 def peak_nbytes(module: fx.GraphModule, held: Collection[int] = ()) -> int:
-    """The most bytes alive at once beside the graph's inputs and its results of the numbers `held`."""
+    """The peak of live bytes, without the graph's inputs and those of its results whose indices are `held`."""
     return most_alive(lifetimes(module, held))
 
 
 def lifetimes(module: fx.GraphModule, held: Collection[int] = (), *, compiled: bool = False) -> list[Lifetime]:
-    """The lifetimes of all memory beside that of the graph's inputs and of its results of the numbers `held`."""
+    """The lifetimes of all memory, except that of the graph's inputs and of the results whose indices are `held`."""
     found = loops(module) if compiled else Loops({}, {})
     out = {
         storage: {source for each in read for source, _ in _storages(each)}
@@ -63,7 +62,7 @@ def lifetimes(module: fx.GraphModule, held: Collection[int] = (), *, compiled: b
 
 
 def most_alive(memory: Iterable[Lifetime]) -> int:
-    """The most bytes at once."""
+    """The peak of live bytes."""
     changes: Counter[int] = Counter()
     for made, last, nbytes in memory:
         changes[made] += nbytes
@@ -72,6 +71,6 @@ def most_alive(memory: Iterable[Lifetime]) -> int:
 
 
 def _storages(node: fx.Node) -> Iterator[tuple[StorageWeakRef, int]]:
-    """The memory a node's tensors are in, and its bytes; views share it."""
+    """The memory of a node's tensors, with its bytes; views share it."""
     for storage in (each.untyped_storage() for each in tensors_in(node)):
         yield StorageWeakRef(storage), hint(storage.nbytes())

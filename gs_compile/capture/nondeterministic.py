@@ -1,8 +1,8 @@
-"""nondeterministic: operators of a unit's code that may give other bits in another run on a GPU.
+"""nondeterministic: operators of a unit's code that may give different bits from run to run on a GPU.
 
-They are those of torch's documentation of `torch.use_deterministic_algorithms`: threads add to one place in memory in
-any order, or write to it. torch marks none of them, so the table is here. The gradient of an embedding is not among
-them; inductor's code for it is: it adds to rows in any order.
+They are those listed by the documentation of `torch.use_deterministic_algorithms`: threads add or write to the same
+place in memory in any order. torch does not tag them, so the table is here. The gradient of an embedding is not listed,
+but inductor's code for it adds to rows in any order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ EMBEDDING = torch.ops.aten.embedding_dense_backward.default
 ATTENTION = "scaled_dot_product_attention"  # its backward; which kernel it is follows from the device
 TORCHS = frozenset(("aten", "prim", "prims"))
 
-# Of some of these only calls with such arguments, by name.
+# Some of these are nondeterministic only with such arguments, by name.
 ONLY: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
     "scatter": lambda given: "src" in given,
     "scatter_reduce": lambda given: given["reduce"] in ("sum", "mean", "prod"),
@@ -49,8 +49,9 @@ ONLY: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
 
 
 class Nondeterministic(NamedTuple):
-    """operator: of ATen. where: the user's line that it computes or differentiates, as ``file:line: text``, or empty.
+    """A nondeterministic operator of ATen.
 
+    where: the user's line that it computes or differentiates, as ``file:line: text``; or empty.
     answer: what `deterministic=True` does about it.
     """
 
@@ -60,13 +61,15 @@ class Nondeterministic(NamedTuple):
 
 
 class NondeterminismMode(TorchDispatchMode):
-    """Notes what of a module is nondeterministic, as `run` runs it and autograd differentiates it in a `with`."""
+    """A context in which nondeterministic operators are recorded, of a module that `run` runs and autograd then
+    differentiates.
+    """
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: dict[Nondeterministic, None] = {}
         self._line = ""
-        self._embeddings: list[str] = []  # the lines whose gradients were computed, in this order
+        self._embeddings: list[str] = []  # their lines, in the order of their gradients
         self.run = _Lines(module, self).run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -78,7 +81,7 @@ class NondeterminismMode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def note_embeddings(self, traced: fx.GraphModule, compiled: fx.GraphModule) -> None:
-        """Those whose gradient is left to inductor, of what was traced under this and then compiled in part."""
+        """Record embeddings whose gradient inductor computes. traced: under this mode; compiled: what inductor gets."""
         left = {node.name for node in compiled.graph.find_nodes(op="call_function", target=EMBEDDING)}
         known = traced.graph.find_nodes(op="call_function", target=EMBEDDING)
         for node, line in zip(known, self._embeddings, strict=False):
@@ -92,7 +95,7 @@ class NondeterminismMode(TorchDispatchMode):
         self._line = line
 
     def end(self, node: fx.Node, result: Any) -> None:
-        """What autograd runs for the result of a node is of the node's line."""
+        """Attribute what autograd will run for a node's result to the node's line."""
         begun: list[Any] = [
             each.grad_fn for each in tree_leaves(result) if isinstance(each, torch.Tensor) and each.grad_fn
         ]
@@ -107,7 +110,7 @@ class NondeterminismMode(TorchDispatchMode):
 
 
 class _Lines(fx.Interpreter):
-    """Runs a module, and tells a watch of each node's line, and of the node and its result."""
+    """Runs a module, and reports each node's line, and then the node and its result, to a `NondeterminismMode`."""
 
     def __init__(self, module: fx.GraphModule, watch: NondeterminismMode) -> None:
         super().__init__(module)
@@ -121,12 +124,12 @@ class _Lines(fx.Interpreter):
 
 
 def _name(func: Any) -> str:
-    """The name of an operator, the same in place or not."""
+    """The name of an operator, the same for its in-place form."""
     return str(func.overloadpacket.__name__).rstrip("_")
 
 
 def _answer(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Answer | None:
-    """What `deterministic=True` does about a call of an operator; None where each run gives the same bits."""
+    """What `deterministic=True` does about a call of an operator; None: every run gives the same bits."""
     if func.namespace not in TORCHS:
         return "unknown"
     name = _name(func)

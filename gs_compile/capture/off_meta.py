@@ -16,7 +16,7 @@ META, CPU = torch.device("meta"), torch.device("cpu")
 
 
 def off_meta(unit: UnitGraph) -> UnitGraph:
-    """`unit` itself, or as if captured on a CPU: on the meta device attention falls apart into its products."""
+    """`unit` itself, or as if captured on a CPU: on the meta device attention is decomposed into products."""
     if not unit.is_meta:
         return unit
     module = deepcopy(unit.module)
@@ -25,7 +25,7 @@ def off_meta(unit: UnitGraph) -> UnitGraph:
             node.args, node.kwargs = map_aggregate(node.args, _moved), map_aggregate(node.kwargs, _moved)
             if isinstance(spec := node.meta.get("spec"), TensorSpec):
                 node.meta["spec"] = replace(spec, device=CPU)
-            # Code that counts the tokens of its experts has it of integers, and a CPU of floats alone.
+            # Models count the tokens of experts by histc of integers; a CPU has it only for floats.
             if node.target is torch.histc:
                 with part.graph.inserting_before(node):
                     node.update_arg(0, part.graph.call_method("float", node.args[:1]))

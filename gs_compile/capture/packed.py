@@ -1,11 +1,11 @@
-"""packed: several tensors that one unit hands on, as one.
+"""packed: several tensors that one unit passes to the next, as one tensor.
 
     layer 0                                     layer 1
     image --> reshape --.                      .--> split --> reshape --> image
                          cat --> checkpoint --|
     text  --> reshape --'                      '--> split --> reshape --> text
 
-Image and text of a diffusion model are such tensors, which each of its blocks takes in and hands on.
+Image and text of a diffusion model are such tensors: each of its blocks takes and returns both.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from torch import fx
 from gs_compile.capture.graph import Length, TensorSpec
 from gs_compile.capture.residual_stream import fit, is_like
 
-_MARK = "packed"  # in the meta of what makes one tensor of several, and of what takes it apart
+_MARK = "packed"  # in the meta of nodes that pack several tensors into one, or unpack it
 
 
 def together(
     crossing: Mapping[fx.Node, Set[int]], at: Mapping[fx.Node, int], num_layers: int, begins: Iterable[int]
 ) -> dict[int, Sequence[fx.Node]]:
-    """Of the values that each unit makes for the next alone, those that one tensor is to have.
+    """For each unit, those of the values that it makes for the next one only that are to be packed into one tensor.
 
-    The last layer's are those that are like what it takes in itself; of a unit that begins a stack, those that stand
-    for what the stack's first layer makes of them, so that its code is that of the others. crossing: of values that
-    units read that do not make them, these units; at: the unit of each node; begins: the units that begin a stack.
+    The last layer's are those of the same kind as its own input. Those of a unit that begins a stack correspond to what
+    the stack's first layer makes of them, so that this layer's code equals the others'. crossing: values that other
+    units read, with these units. at: the unit of each node. begins: the units that begin a stack.
     """
     units = defaultdict[int, list[fx.Node]](list)
     for value, readers in crossing.items():
@@ -50,9 +50,9 @@ def together(
 
 
 def pack(values: Sequence[fx.Node], readers: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Add a tensor of all values to their graph, behind the last of them, and have some nodes read what is in it.
+    """Add a tensor of all values to their graph, after the last of them, and make `readers` read its parts.
 
-    Returns the nodes that make it, it last, and those that take it apart.
+    Returns the nodes that make the tensor, itself last, and those that unpack it.
     """
     graph, specs = values[0].graph, [value.meta["spec"] for value in values]
     sizes = [reduce(Length.product, spec.shape[1:], 1) for spec in specs]
@@ -85,24 +85,24 @@ def pack(values: Sequence[fx.Node], readers: Sequence[fx.Node]) -> tuple[list[fx
 
 
 def parts_of(value: fx.Node) -> list[fx.Node]:
-    """The values that `pack` has made one tensor of, if it has, and last that tensor."""
+    """The values that `pack` has packed into this one, and it last; only it, if it is not such a tensor."""
     return [*(value.all_input_nodes if _MARK in value.meta else ()), value]
 
 
 def parts_read(entry: fx.Node, nodes: Container[fx.Node]) -> set[int]:
-    """Where those of `parts_of` are that some nodes take out of what a unit is given; -1: they read it as it is."""
+    """The indices in `parts_of` of the parts that some nodes unpack from a unit's input; -1: they read it whole."""
     taken = (part for user in entry.users if _MARK in user.meta for part in user.users if part in nodes)
     whole = {-1 for user in entry.users if _MARK not in user.meta and user in nodes}
     return whole | {int(str(part.args[1])) for part in taken}
 
 
 def _are_made_first(values: Sequence[fx.Node], unit: int, at: Mapping[fx.Node, int]) -> bool:
-    """Whether the unit above reads each of some values behind all of them."""
+    """Whether the unit above reads each of these values only after all of them are made."""
     return all(max(values) < user for value in values for user in value.users if at.get(user) == unit + 1)
 
 
 def _in_place_of(values: Sequence[fx.Node], others: Sequence[fx.Node]) -> list[fx.Node]:
-    """Those of others that are like these, one for one; none if one has no like."""
+    """Those of `others` that are of the same kinds as `values`, one for each; empty, if one has none."""
     found = list[fx.Node]()
     for value in values:
         like = (each for each in others if each not in found and is_like(each, value.meta["spec"]))
@@ -111,5 +111,5 @@ def _in_place_of(values: Sequence[fx.Node], others: Sequence[fx.Node]) -> list[f
 
 
 def _rows(spec: TensorSpec, size: int) -> TensorSpec:
-    """The spec of a tensor with so many numbers for each sample, in a row."""
+    """The spec of a tensor [samples, size]."""
     return replace(spec, shape=(spec.shape[0], size)).contiguous

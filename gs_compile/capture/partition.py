@@ -1,8 +1,8 @@
-"""partition: which values of a forward to save for its backward, as torch's own partitioner chooses them.
+"""partition: which values of a forward to save for its backward, chosen by torch's own partitioner.
 
-It gets a graph of forward and backward together, from which all that costs nothing to have again has been cut away:
-values of parameters and side inputs alone, and random numbers, which are drawn anew. Views it makes again. It solves
-a minimum cut, and where a budget is set a knapsack before that.
+The partitioner gets a joint graph of forward and backward, without what is available in the backward anyway: values of
+parameters and side inputs alone, and random numbers, which are drawn again. It recomputes views. It solves a minimum
+cut and, with a budget, before that a knapsack.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch.utils.checkpoint import CheckpointPolicy
 from gs_compile.capture.flops import node_flops
 from gs_compile.capture.graph import graph_module, is_sized, output_values
 
-# From what saves most operations for its bytes to all that the backward reads: whether everything but products is
-# computed again, and the part of memory to stay in.
+# From what saves the most operations per byte to all that the backward reads: whether all but products is recomputed,
+# and the part of memory to stay within.
 BUDGETS = ((True, 0.25), (True, 0.5), (True, 0.75), (True, 1.0), (False, 1.0))
 
-# In the meta of a node that draws a mask and multiplies by it in one operation, as dropout on a GPU does: what has its
-# argument's shape. The mask takes no more than that; the product is as cheap as any.
+# In the meta of a node that draws a mask and multiplies by it in one operation, as dropout on a GPU does: a node with
+# its argument's shape. The mask needs only that; the product is cheap.
 LIKE = "like"
 
 
@@ -38,10 +38,10 @@ class CannotSaveError(Exception):
 def choices(
     module: fx.GraphModule, num_results: int, given: Sequence[fx.Node], free: Set[fx.Node]
 ) -> list[list[fx.Node]]:
-    """For each of `BUDGETS` the nodes to save of a functional ATen graph that returns results and then gradients.
+    """For each of `BUDGETS`, the nodes to save in a functional ATen graph that returns results and then gradients.
 
-    `given`: the placeholders of what arrives with the backward. `free`: nodes that are there in the backward anyway.
-    Raises `CannotSaveError` where torch refuses the graph.
+    `given`: the placeholders of the results' gradients. `free`: nodes that are available in the backward anyway.
+    Raises `CannotSaveError` if torch refuses the graph.
     """
     from networkx import NetworkXException  # late, as torch itself does
 
@@ -59,7 +59,7 @@ def choices(
 
 
 def write_sizes(graph: fx.Graph) -> None:
-    """Let symbolic sizes be computed of the graph's own, which come first, and not be read of tensors."""
+    """Make symbolic sizes be computed from the graph's size inputs, which come first, and not be read from tensors."""
     sizes = [node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get("val"), torch.SymInt)]
     known = {node.meta["val"].node.expr: fx.Proxy(node) for node in sizes}
 
@@ -82,7 +82,7 @@ def write_sizes(graph: fx.Graph) -> None:
 
 
 def _cut_away(module: fx.GraphModule, given: Sequence[fx.Node], free: Set[fx.Node]) -> fx.GraphModule:
-    """A copy with `free` nodes as constants, each node with its origin, named as the partitioner expects it."""
+    """A copy with `free` nodes as constants, with names as the partitioner expects; each node keeps its origin."""
     graph, copies, constants, known = fx.Graph(), dict[fx.Node, fx.Node](), dict[str, Any](), get_default_op_list()
     for node in module.graph.nodes:
         if node.op == "output" or LIKE in node.meta or (node in free and free >= node.users.keys()):

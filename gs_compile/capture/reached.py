@@ -1,4 +1,4 @@
-"""reached: which parameters gradients come to, by a way that torch differentiates."""
+"""reached: which parameters get a gradient, by a path that torch differentiates."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from gs_compile.program.ir import Unit
 def reached_from(
     units: Sequence[UnitGraph], outputs: Iterable[OutputSpec], taps: Sequence[Unit], of_whole: Collection[int]
 ) -> frozenset[int]:
-    """The inputs of the captured graph that a gradient comes to where one comes for these outputs, by index.
+    """The inputs of the captured graph that get a gradient if these outputs do, by index.
 
-    Plain PyTorch leaves None in the `.grad` of others, and optimizers pass over them: not even their weight decay is
-    applied. units: in order; taps: which makes each; of_whole: the taps that are read of all samples.
+    Plain PyTorch leaves None in the `.grad` of others, and optimizers skip them: they do not even apply weight decay.
+    units: in order. taps: the unit that makes each. of_whole: the taps that are read of all samples.
     """
     reached = set[int]()
     given, sides, tapped = defaultdict[Unit, set[tuple[str, int]]](set), set[int](), set[int]()
     for output in outputs:
-        is_x = output.kind == "x"  # of the layer above what makes it
+        is_x = output.kind == "x"  # named after the layer above the one that makes it
         given[units[int(output.unit)].unit if is_x else output.unit].add((output.kind, output.index))
-    carried = set[int]()  # which parts of its checkpoint a gradient comes to from the unit above
+    carried = set[int]()  # the parts of its checkpoint that get a gradient from the unit above
     for unit in reversed(units):
         own = [number for number, maker in enumerate(taps) if maker == unit.unit]
         wanted = given[unit.unit] | {("tap", place) for place, number in enumerate(own) if number in tapped}
@@ -45,7 +45,7 @@ def reached_from(
 
 
 def _reached(unit: UnitGraph, wanted: Collection[tuple[str, int]], carried: Collection[int]) -> set[fx.Node]:
-    """What gradients of these results pass, and of these parts of its checkpoint."""
+    """The nodes that gradients of these results, and of these parts of its checkpoint, pass through."""
     results, found = output_values(unit.module), set[fx.Node]()
     places = [(kind, unit.results[:at].count(kind)) for at, kind in enumerate(unit.results)]
     ahead = [node for node, place in zip(results, places, strict=True) if place in wanted]
@@ -61,7 +61,7 @@ def _reached(unit: UnitGraph, wanted: Collection[tuple[str, int]], carried: Coll
 
 
 def _changed_by(value: fx.Node, changes: Mapping[fx.Node, Set[int | None]]) -> list[fx.Node]:
-    """The changes in place of the memory that a value is in; all where nothing is known of that."""
+    """The changes in place of a value's memory; all changes, if that memory is not known."""
     if is_free(value) or value in changes or isinstance(value.meta.get("spec"), tuple):
         return []
     own = storage_of(value)
@@ -69,7 +69,7 @@ def _changed_by(value: fx.Node, changes: Mapping[fx.Node, Set[int | None]]) -> l
 
 
 def _led_to(node: fx.Node) -> list[fx.Node]:
-    """What a gradient of an operation goes on to; a function of the model's own may give None for some inputs."""
+    """The inputs to which an operation's gradient passes; a function of the model may return None for some."""
     if operation(node) != FUNCTION:
         return of_values(node)
     made = output_values(node.meta["bodies"][1])
@@ -78,7 +78,7 @@ def _led_to(node: fx.Node) -> list[fx.Node]:
 
 
 def made_of(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """These values and all that they are made of."""
+    """These values and all that they are computed from."""
     found, ahead = set[fx.Node](), list(nodes)
     while ahead:
         if (node := ahead.pop()) not in found:

@@ -1,17 +1,17 @@
-"""residual_stream: what goes through a stack of blocks, and where it can be cut.
+"""residual_stream: the values that flow through a stack of blocks, and where they can be cut.
 
     x0 --+------------------+--> x1 --+------------------+--> x2 ...
          '--> block 0 --> --'         '--> block 1 --> --'
                             |                            |
                             boundary                     boundary
 
-The stream is all that depends on the value that the first block takes in. A boundary is the first place behind a block,
-in the order of the graph, at which one value of the stream is alive: made, and still to be read. The modules say only
-behind which nodes boundaries are looked for. What was made before the first block, and is read once the second has
-begun, is a side input and no part of the stream. What blocks make for what follows the last of them alone, as the
-logits of routers, goes there beside the stream. So where a boundary is missing, what is read behind the last block
-counts as alive until its last reader in the blocks; the last block ends as far behind its nodes as the others do.
-Where several values are alive behind a block, which the next one alone reads, one tensor has them all (`packed`).
+The stream is all that depends on the input of the first block. A boundary is the first place after a block, in the
+order of the graph, at which exactly one value of the stream is alive: made, and still to be read. The modules only say
+after which nodes to look for boundaries. A value made before the first block and read after the second has begun is a
+side input, not part of the stream. A value that blocks make only for what follows the last block, such as the logits of
+routers, bypasses the stream. So if a boundary is missing, values that are read after the last block count as alive only
+until their last reader in the blocks; the last block ends as far after its nodes as the others do. If several values
+are alive after a block and only the next one reads them, they are packed into one tensor (`packed`).
 """
 
 from __future__ import annotations
@@ -34,36 +34,37 @@ from gs_compile.errors import UniformityError
 
 log = logging.getLogger(__name__)
 
-Readers = Mapping[fx.Node, Sequence[fx.Node]]  # nodes in graph order, each with those of them that read it
+Readers = Mapping[fx.Node, Sequence[fx.Node]]  # nodes in graph order, each with its readers among them
 
 
 @dataclass(frozen=True)
 class ResidualStream:
-    """A stream, and its boundaries as places in the order of the graph, one behind each block.
+    """A stream, and its boundaries as places in the order of the graph, one after each block.
 
-    Where no place has one value alive, the boundary is behind the last of the stream ahead of the next block.
+    If no place has exactly one live value, the boundary is after the stream's last node before the next block.
     """
 
     origin: fx.Node  # the first block's input
     nodes: Set[fx.Node]  # that depend on it
     blocks: Stack  # those with nodes of the stream
     boundaries: Sequence[int]
-    uncut: Sequence[int]  # the blocks behind which no place has one value alive, by their numbers
+    uncut: Sequence[int]  # the indices of blocks after which no place has exactly one live value
 
     def start(self, place: Mapping[fx.Node, int]) -> int:
-        """The place of the first that depends on its origin, or is in its first block."""
+        """The place of the first node that depends on the origin, or is in the first block."""
         return min(place[node] for node in (*self.nodes, *self.blocks[0]))
 
 
 def residual_streams(readers: Readers, batch: Set[str], *, one: bool) -> list[ResidualStream]:
-    """The streams that a model is cut along, in the order of the graph: of the largest stack that can be cut, and of
-    all others that can be beside it, whose blocks hand on the same shapes, and that are larger than a layer of it:
-    smaller ones take no more memory as a part of a unit, and a head of several layers is no stack.
+    """The streams along which to cut a model, in the order of the graph: that of the largest stack that can be cut, and
+    those of all other stacks that are compatible with it, pass on the same shapes from block to block, and are larger
+    than one of its layers. A smaller stack would need no more memory inside a unit, and a head of several layers is not
+    a stack.
 
-    Of one that can be cut only in part they are those of its parts (`of_parts`).
+    Of a stack that can be cut only in part, these are the streams of its parts (`of_parts`).
 
-    batch: inputs that have the samples; one: of the largest stack alone. Where no stack can be cut it is the largest.
-    Raises `UniformityError` where there is no stack, or its blocks do not run one after the other.
+    batch: inputs that have the samples. one: return only the largest stack's. If no stack can be cut, it is the
+    largest's. Raises `UniformityError` if there is no stack, or its blocks do not run one after the other.
     """
     search = _Search(readers, batch)
     found = [stack for stack in stacks(node for node in readers if not is_free(node)) if _has_parameters(stack, batch)]
@@ -84,15 +85,15 @@ def residual_streams(readers: Readers, batch: Set[str], *, one: bool) -> list[Re
 
 
 def _has_parameters(stack: Stack, batch: Set[str]) -> bool:
-    """Whether its blocks read anything but the batch: a dropout that is called twice makes no layers."""
+    """Whether its blocks read anything but the batch: a dropout that is called twice is not a stack of layers."""
     read = {each for block in stack for node in block for each in node.all_input_nodes}
     return any(is_free(each) and each.name not in batch for each in read)
 
 
 def fit(values: Sequence[fx.Node]) -> bool:
-    """Whether one tensor can have these, which are several: each has numbers of one type for the same samples.
+    """Whether these several values can be packed into one tensor: all have one dtype, for the same samples.
 
-    Readers of what is changed in place later look at memory that a copy would not have.
+    Values that are changed in place later cannot: their readers would see the memory of a copy.
     """
     specs = [spec for value in values if (spec := tensor_spec(value)) is not None and not is_changed(value)]
     kinds = {(spec.shape[:1], spec.dtype, spec.device, spec.batch_dims) for spec in specs}
@@ -110,28 +111,28 @@ class _Search:
     def __init__(self, readers: Readers, batch: Set[str]) -> None:
         self.readers, self.batch = readers, batch
         self.place = {node: place for place, node in enumerate(readers)}
-        self.last = {  # the place at which a value is read last; who reads its memory has another value there
+        self.last = {  # the place of a value's last reader; readers of its memory have another value
             node: max((self.place[user] for user in node.users if user in self.place), default=place)
             for node, place in self.place.items()
         }
 
     def numel(self, nodes: Iterable[fx.Node]) -> int:
-        """The elements of the parameters and buffers that nodes read, each once."""
+        """The number of elements of the parameters and buffers that nodes read, each counted once."""
         read = {
             each for node in nodes for each in node.all_input_nodes if is_free(each) and each.name not in self.batch
         }
         return sum(each.meta["spec"].numel for each in read if isinstance(each.meta.get("spec"), TensorSpec))
 
     def is_cut(self, stream: ResidualStream) -> bool:
-        """Whether each block of a stream hands on one value, or several that one tensor can have."""
+        """Whether each block of a stream passes on one value, or several that can be packed."""
         return self._num_cut(stream) == len(stream.blocks)
 
     def _num_cut(self, stream: ResidualStream) -> int:
-        """How many blocks come before the first that hands on neither one value nor what one tensor can have."""
+        """The number of blocks before the first that passes on neither one value nor several that can be packed."""
         return next((block for block in stream.uncut if not self._exchanges(stream, block)), len(stream.blocks))
 
     def _exchanges(self, stream: ResidualStream, block: int) -> bool:
-        """Whether a block makes all that is alive behind it for the next one, and one tensor can have it (`packed`)."""
+        """Whether all values alive after a block are for the next one only, and can be packed."""
         if block + 1 == len(stream.blocks):
             return False
         below, here, above = (-1, *stream.boundaries)[block : block + 3]
@@ -139,13 +140,13 @@ class _Search:
         return fit(alive) and all(below < self.place[node] and self.last[node] <= above for node in alive)
 
     def is_beside(self, stream: ResidualStream, others: Iterable[ResidualStream]) -> bool:
-        """Whether a stream can be cut beside others."""
+        """Whether a stream can be cut in addition to others."""
         are_apart = all(self.are_apart(stream, each) for each in others)
         return are_apart and self.is_cut(stream) and self._is_even(stream) and not self._is_fed(stream, others)
 
     def _is_fed(self, stream: ResidualStream, others: Iterable[ResidualStream]) -> bool:
-        """Whether the later of two streams needs more of the earlier than its last layer hands on, as hidden states of
-        layers of an encoder: what these make beside goes to what follows the last stack alone.
+        """Whether the later of two streams reads more of the earlier one than the output of its last layer, such as
+        hidden states of an encoder's layers: what layers make in addition may only go to what follows the last stack.
         """
         for one, other in (sorted((stream, each), key=lambda each: each.start(self.place)) for each in others):
             needed = {node for node in other.nodes if self.place[node] <= other.boundaries[-1]}
@@ -167,19 +168,20 @@ class _Search:
         return is_even and all(not kinds.isdisjoint((_kind(node), _kind(_whole(node)))) for node in last)
 
     def _alive(self, stream: ResidualStream, end: int) -> list[fx.Node]:
-        """What of a stream is alive at a place, in the order of the graph."""
+        """The values of a stream that are alive at a place, in the order of the graph."""
         found = (node for node in stream.nodes if self.place[node] <= end < self.last[node])
         return sorted(found, key=self.place.__getitem__)
 
     def are_apart(self, one: ResidualStream, other: ResidualStream) -> bool:
-        """Whether all layers of one of two streams come before anything of the other."""
+        """Whether all layers of one stream come before anything of the other."""
         first, second = sorted((one, other), key=lambda each: each.start(self.place))
         return first.boundaries[-1] < second.start(self.place)
 
     def stream(self, stack: Stack) -> ResidualStream | None:
-        """The stream through a stack; None where it does not come to two blocks.
+        """The stream through a stack; None: it reaches fewer than two blocks.
 
-        Gradients go through it, so it has no block that takes in ids, as an embedding in one container with layers.
+        Gradients flow through it, so a block that takes ids is not part of it, such as an embedding in one container
+        with the layers.
         """
         origin = self._origin(stack)
         if origin is not None and not origin.meta["spec"].dtype.is_floating_point:
@@ -192,7 +194,7 @@ class _Search:
         ends, stops = [each[-1] for each in places], [*(each[0] for each in places[1:]), len(self.place)]
         last = {node: self.last[node] for node in nodes}
         found = self._boundaries(origin, ends, stops, last)
-        has_taps, behind = None in found, -1  # of a block's last node, where the boundary is
+        has_taps, behind = None in found, -1  # how far the boundary is after a block's last node
         while has_taps and (further := _furthest(found[:-1], ends)) > behind:
             behind = further
             last = {node: self._last_before(places[-1][0], ends[-1] + behind, node, origin) for node in nodes}
@@ -202,15 +204,15 @@ class _Search:
             order[bisect_left(order, stop) - 1] if each is None else each
             for each, stop in zip(found, stops, strict=True)
         ]
-        if found[-2] is None:  # far behind, in the next stack or the head, one value may be alive
+        if found[-2] is None:  # far after it, in the next stack or the head, one value may be alive
             found[-1] = boundaries[-1] = min(ends[-1] + _furthest(boundaries[:-1], ends), len(self.place) - 1)
         uncut = [number for number, each in enumerate(found) if each is None]
         return ResidualStream(origin, nodes - {origin}, blocks, boundaries, uncut)
 
     def of_parts(self, uncut: ResidualStream, *, one: bool) -> list[ResidualStream]:
-        """The streams through the most of the last blocks that can be cut, and through the first ones that can, at
-        least half of all together; empty: through fewer. What the blocks between, or before, make for the last ones is
-        made ahead of their stream, and so is a side input.
+        """The streams through as many of the last blocks, and then of the first ones, as can be cut; empty: these are
+        fewer than half of all. What other blocks make for the last ones is made before their stream, and so is a side
+        input.
         """
         blocks, num_cut = uncut.blocks, self._num_cut(uncut)
         ahead = 0 if one or num_cut == 1 else num_cut
@@ -228,17 +230,18 @@ class _Search:
         return found
 
     def _ahead_of(self, later: ResidualStream, blocks: Stack) -> list[ResidualStream]:
-        """The stream through blocks ahead of another stream, where it can be beside that."""
+        """The stream through blocks before another stream, if it can be cut in addition to that."""
         found = self.stream(blocks) if len(blocks) > 1 else None
         return [found] if found is not None and self.is_beside(found, [later]) else []
 
     def _boundaries(
         self, origin: fx.Node, ends: Sequence[int], stops: Sequence[int], last: Mapping[fx.Node, int]
     ) -> list[int | None]:
-        """Behind the end of each block, the first place at which one value is alive; last: where each is read last.
+        """For each block, the first place after its end at which one value is alive; last: the place of each value's
+        last reader.
 
-        Hidden states that are made at the end, or behind it, and that nothing reads stay alive: they are outputs. What
-        else is made there, as a loss, is none.
+        Hidden states that are made at the end or after it, and that nothing reads, stay alive: they are outputs. Other
+        values made there, such as a loss, do not.
         """
         change = Counter(self.place[node] for node in last)
         at_the_end = (node for node, place in last.items() if not self.readers[node] and place >= ends[-1])
@@ -249,8 +252,8 @@ class _Search:
         return [next((place for place in range(end, stop) if num_alive[place] == 1), None) for end, stop in pairs]
 
     def _last_before(self, begin: int, end: int, node: fx.Node, origin: fx.Node) -> int:
-        """The place at which a value is read last, before what follows the stack alone; begin: of the last block, end:
-        of the stream. The value that ends the stream is read there.
+        """The place of a value's last reader that is not after the stack; begin: of the last block, end: of the stream.
+        The value that ends the stream is read at `end`.
         """
         place = self.place[node]
         if self.last[node] <= end or place > end or (place >= begin and is_like(node, origin.meta["spec"])):
@@ -258,9 +261,9 @@ class _Search:
         return max((at for at in map(self.place.__getitem__, self.readers[node]) if at <= end), default=place)
 
     def _origin(self, stack: Stack) -> fx.Node | None:
-        """The first block's input: of the values that are alive as it begins, the one that leaves fewest side inputs.
+        """The first block's input: of the values alive when it begins, the one that leaves the fewest side inputs.
 
-        Values that are read once the second block has begun are side inputs themselves, if there are others.
+        Values that are read after the second block has begun are side inputs themselves, if there are others.
         """
         first, second = (self.place[block[0]] for block in stack[:2])
         alive = [
@@ -274,10 +277,10 @@ class _Search:
         return min(chosen, key=lambda node: self._likeliness(node, stack), default=None)
 
     def _likeliness(self, origin: fx.Node, stack: Stack) -> tuple[int, int, bool, int, bool]:
-        """How many blocks the stream from `origin` leaves out, and how many of their nodes: a mask comes later than the
-        hidden state, and a sum that starts at zeros leaves out what is added; whether `origin` is an input; how many
-        values the stream reads that are not of it; and whether `origin` has no samples: a number by which the embedding
-        is multiplied ahead of the first block is none.
+        """A sort key for candidates, the likeliest first: how many blocks, and how many of their nodes, the stream from
+        `origin` leaves out (a mask comes later than the hidden state, and a sum that starts at zeros leaves out what is
+        added); whether `origin` is an input; how many values outside of it the stream reads; and whether `origin` has
+        no samples, such as a number by which embeddings are multiplied before the first block.
         """
         nodes = self._dependent(origin, stack)
         read = set().union(*(node.all_input_nodes for node in nodes - {origin}))
@@ -286,7 +289,7 @@ class _Search:
         return sum(map(nodes.isdisjoint, stack)), left_out, is_free(origin), num_read, not has_samples(origin)
 
     def _dependent(self, origin: fx.Node, stack: Stack) -> set[fx.Node]:
-        """`origin` and what depends on it, without what is made before the stack and read in its second block."""
+        """`origin` and what depends on it, except what is made before the stack and read in its second block."""
         first, second = (self.place[block[0]] for block in stack[:2])
         found = {origin}
         for node, users in self.readers.items():
@@ -300,20 +303,20 @@ class _Search:
 
 
 def _kind(node: fx.Node) -> tuple[tuple[int, ...], torch.dtype] | None:
-    """Shape and dtype of a tensor; None for all else."""
+    """Shape and dtype of a tensor; None for anything else."""
     spec = tensor_spec(node)
     return None if spec is None else (spec.shape, spec.dtype)
 
 
 def _whole(node: fx.Node) -> fx.Node:
-    """What a value is cut out of; of what is not cut out, the value itself."""
+    """The value that this one is a part of; otherwise the value itself."""
     while node.all_input_nodes and operation(node) in ("getitem", "narrow", "split", "chunk"):
         node = node.all_input_nodes[0]
     return node
 
 
 def _furthest(boundaries: Sequence[int | None], ends: Sequence[int]) -> int:
-    """How far behind the last node of its block a boundary is, at most."""
+    """The largest distance of a boundary from the last node of its block."""
     return max((found - end for found, end in zip(boundaries, ends, strict=False) if found is not None), default=0)
 
 

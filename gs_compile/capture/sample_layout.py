@@ -1,11 +1,11 @@
-"""sample_layout: where the samples are along the dimension of a value that grows with the batch.
+"""sample_layout: how samples are laid out along the dimension of a value that grows with the batch.
 
     tokens of each sample    0 0 0 1 1 1    runs of 3: all entries of a sample, then all of the next
     samples of each token    0 1 0 1 0 1    runs of 1: an entry of each sample, three times
-    the two in turn          0 0 1 1 0 1    runs of 2, then of 1
+    both, joined             0 0 1 1 0 1    runs of 2, then of 1
 
-What is read in other rows, cut, repeated or joined has its samples at other places. An operation on the entries of two
-values that have them at different places pairs the samples with each other.
+Reshaping, cutting, repeating and joining change the layout. An elementwise operation on two values with different
+layouts would pair different samples with each other.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PAIRING = "pairs the samples of the batch with each other"
 PART = "takes a part of the samples"
 REGROUPED = "takes rows of several samples for one (transpose, or permute, before it)"
 OTHERS = "picks other samples by the numbers of rows, which every micro-batch counts from 0"
-# With one tensor, these leave numbers in their order, or give those of rows of each sample.
+# With one tensor, these keep numbers in their order, or give those of rows of each sample.
 IN_ORDER = frozenset(
     "view reshape flatten squeeze unsqueeze expand contiguous clone detach to type int long float double getitem "
     "repeat tile repeat_interleave add mul floordiv".split()
@@ -48,12 +48,12 @@ CUTTING = frozenset("split chunk tensor_split split_with_sizes hsplit vsplit dsp
 REPEATING = frozenset("repeat tile".split())
 APART = (
     WRITING | PICKING | frozenset("getitem setitem embedding to".split())
-)  # these take rows of one tensor by another
+)  # these index rows of one tensor by another
 
 
 class SampleLayout(NamedTuple):
-    """runs: how many entries of a sample are in a row, for each time that all samples come; None: not known. why: the
-    operation mixes samples; else empty.
+    """runs: the number of consecutive entries of a sample, for each pass over all samples; None: not known.
+    why: the reason for which the operation mixes samples; empty: it does not.
     """
 
     runs: tuple[int, ...] | None = None
@@ -61,19 +61,19 @@ class SampleLayout(NamedTuple):
 
 
 class _Along(NamedTuple):
-    """The dimension of a value that grows, its entries for each sample, and its runs."""
+    """The dimension of a value that grows with the batch, its entries for each sample, and its runs."""
 
     dim: int
     number: int
     runs: tuple[int, ...] | None
 
     def ends(self, num_samples: int) -> set[int]:
-        """Where all samples have come once more."""
+        """The places at which a pass over all samples ends."""
         return {end * num_samples for end in accumulate(self.runs or (self.number,), initial=0)}
 
 
 def sample_layout(node: fx.Node, num_samples: int) -> SampleLayout:
-    """Where the samples of a value are; of those that it is made of it is known (``meta["runs"]``)."""
+    """The layout of a value; those of its operands are known (``meta["runs"]``)."""
     maker = maker_of(node)
     name, own = operation(maker), _along(node, num_samples)
     read = [each for each in maker.all_input_nodes if has_samples(each)]
@@ -116,14 +116,14 @@ def sample_layout(node: fx.Node, num_samples: int) -> SampleLayout:
 
 
 def _joined(node: fx.Node, own: _Along) -> tuple[int, ...] | None:
-    """The runs of what has values behind one another."""
+    """The runs of the concatenation of values."""
     given = [each.meta.get("runs") for each in tree_leaves((node.args, node.kwargs)) if isinstance(each, fx.Node)]
     runs = tuple(chain.from_iterable(filter(None, given)))
     return runs if sum(runs) == own.number else None
 
 
 def _along(node: Any, num_samples: int) -> _Along | None:
-    """None where no dimension grows, or several do, or one does not in proportion."""
+    """None unless exactly one dimension grows, in proportion to the batch."""
     spec = tensor_spec(node)
     if spec is None or len(spec.batch_dims) != 1 or not spec.is_sized or not spec.numel:
         return None
@@ -133,8 +133,8 @@ def _along(node: Any, num_samples: int) -> _Along | None:
 
 
 def _regrouped(after: TensorSpec, own: _Along, before: TensorSpec, source: _Along) -> SampleLayout:
-    """The layout of a tensor read in other rows: in memory a run has what is behind it for each of its entries."""
-    if source.runs is None:  # a dimension may have others within, before the samples or behind them
+    """The layout of a reshaped tensor: in memory, a run covers the later dimensions of each of its entries."""
+    if source.runs is None:  # a dimension may consist of several, before or after the samples
         ahead = prod(before.shape[: source.dim]), prod(after.shape[: own.dim])
         common = gcd(*ahead)
         is_split = source.number % (ahead[1] // common) or own.number % (ahead[0] // common)
@@ -147,8 +147,8 @@ def _regrouped(after: TensorSpec, own: _Along, before: TensorSpec, source: _Alon
 
 
 def _restrided(node: fx.Node, own: _Along, before: TensorSpec, source: _Along) -> SampleLayout:
-    """Of a tensor that is read by its memory: each entry of the dimension that grows begins where it did, and what is
-    read behind it ends before the next begins.
+    """The layout of a tensor that is read by strides: each entry of the growing dimension must begin where it did, and
+    what is read of it must end before the next begins.
     """
     after: TensorSpec = node.meta["spec"]
     offset: Any = node.kwargs.get("storage_offset", node.args[3] if len(node.args) > 3 else 0)
@@ -161,7 +161,7 @@ def _restrided(node: fx.Node, own: _Along, before: TensorSpec, source: _Along) -
 
 
 def _differ(places: Iterable[_Along]) -> bool:
-    """Whether values with as many entries for each sample have them in other runs."""
+    """Whether values with equally many entries for each sample have different runs."""
     runs = defaultdict[int, set[tuple[int, ...] | None]](set)
     for each in places:
         runs[each.number].add(each.runs)
@@ -172,7 +172,7 @@ def _differ(places: Iterable[_Along]) -> bool:
 
 
 def _is_split(node: fx.Node, source: _Along, num_samples: int) -> bool:
-    """Whether a tensor is cut along what grows elsewhere than where all samples have come once more."""
+    """Whether a tensor is cut along the growing dimension at a place where no pass over all samples ends."""
     sizes = [spec.shape[source.dim] for spec in node.meta["spec"] if isinstance(spec, TensorSpec)]
     if source.runs is None or {*sizes} == {source.number * num_samples}:
         return False
@@ -180,7 +180,7 @@ def _is_split(node: fx.Node, source: _Along, num_samples: int) -> bool:
 
 
 def _cut(node: fx.Node, source: _Along, part: Any, num_samples: int) -> SampleLayout:
-    """The layout of what an index takes along the dimension that grows: whole runs of all samples, or part of each."""
+    """The layout of what an index selects along the growing dimension: whole runs of all samples, or a part of each."""
     if isinstance(part, (int, list)):
         return SampleLayout(None, PART)
     if not isinstance(part, slice):
@@ -207,14 +207,14 @@ def _of_part(item: fx.Node, source: _Along, num_samples: int) -> tuple[int, ...]
 
 
 def _between(source: _Along, num_samples: int, start: int, stop: int) -> tuple[int, ...] | None:
-    """The runs of a part, which begins and ends where all samples have come."""
+    """The runs of a part that begins and ends where passes over all samples end."""
     ends = accumulate(source.runs or ())
     found = tuple(run for run, end in zip(source.runs or (), ends, strict=True) if start < end * num_samples <= stop)
     return found or None
 
 
 def _picks_others(node: fx.Node, num_samples: int) -> bool:
-    """Whether an index computed from the numbers of rows, as ``arange(n) // 2``, picks rows of other samples."""
+    """Whether an index computed from row numbers, such as ``arange(n) // 2``, selects rows of other samples."""
     target = _along(node.args[0], num_samples) if operation(node) in INDEXING else None
     index = index_along(node, target.dim) if target is not None else None
     if target is None or not isinstance(index, fx.Node) or target.runs not in (None, (target.number,)):
@@ -229,7 +229,7 @@ def _picks_others(node: fx.Node, num_samples: int) -> bool:
     start, step = start_and_step(source)
 
     def sample(row: int) -> int:
-        """Of which it picks one."""
+        """The sample of the row that is selected for `row`."""
         number: Any = start + row * step
         for each in computed:
             number = COMPUTED[operation(each)](*(number if isinstance(arg, fx.Node) else arg for arg in each.args))
@@ -239,7 +239,7 @@ def _picks_others(node: fx.Node, num_samples: int) -> bool:
 
 
 def in_order(node: fx.Node) -> list[fx.Node]:
-    """A node, and what it is made of by `IN_ORDER`, each of the next."""
+    """A node, and the chain of its sources through operations of `IN_ORDER`."""
     found = [node]
     while len(found[-1].all_input_nodes) == 1 and operation(found[-1]) in IN_ORDER:
         if operation(found[-1]) == "floordiv" and not isinstance(found[-1].args[0], fx.Node):
@@ -249,13 +249,13 @@ def in_order(node: fx.Node) -> list[fx.Node]:
 
 
 def start_and_step(numbers: fx.Node) -> tuple[Any, Any]:
-    """Where an arange begins, and how much each number is above the one before."""
+    """The start and the step of an arange."""
     given = numbers.args if len(numbers.args) > 1 else (0, *numbers.args)
     return given[0], (*given[2:], 1)[0]
 
 
 def index_along(node: fx.Node, dim: int) -> Any:
-    """What an operation that indexes its first input has for a dimension of that."""
+    """The index that an operation applies to a dimension of its first input."""
     target: Any = node.args[0]
     index: Any = node.args[1]
     if operation(node) == "narrow":
@@ -274,7 +274,7 @@ def index_along(node: fx.Node, dim: int) -> Any:
 
 
 def _width(part: Any) -> int:
-    """How many dimensions an entry of an index is for."""
+    """The number of dimensions that an entry of an index covers."""
     if part is None or isinstance(part, bool):
         return 0
     spec = tensor_spec(part)

@@ -1,9 +1,9 @@
 """samples: which operations keep the samples of a batch apart, and why others mix them.
 
-Samples are along the dimensions that grow with the batch, where `sample_layout` says. An operation that works along one
-of these, or computes with the numbers of samples or how many there are, gives a micro-batch other values than the whole
-batch. Inside a block integers send tokens to experts: what they pick and order is trusted there if the samples decide
-it, but not numbers that are computed with.
+Samples are along the dimensions that grow with the batch, laid out as `sample_layout` says. An operation that works
+along one of these, or computes with the indices or the number of samples, gives a micro-batch other values than the
+whole batch. Inside a block, integers route tokens to experts: indexing and sorting by them is trusted there if the
+samples' data decides it; computing with them is not.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from gs_compile.capture.operations import (
 )
 from gs_compile.capture.sample_layout import PAIRING, PART, in_order, index_along, start_and_step
 
-# Operations along dimensions: the place of these among the arguments, and which they are otherwise (None: all).
+# Operations along dimensions: the place of these among the arguments, and their default (None: all).
 _LAST = (1, (-1,))
 _FIXED = 99  # a place that no argument has
 ALONG_DIMENSIONS: dict[str, tuple[int, tuple[int, ...] | None]] = {
@@ -60,7 +60,7 @@ ALONG_DIMENSIONS: dict[str, tuple[int, tuple[int, ...] | None]] = {
     "gumbel_softmax": (4, (-1,)),
     "msort": (_FIXED, (0,)),
     "normalize": (2, (1,)),
-    # losses, along classes or the entries of a row; 1 of one dimension is that one
+    # losses, along classes or the entries of a row; of one dimension, that is the one
     **dict.fromkeys(
         "cross_entropy nll_loss multi_margin_loss multilabel_margin_loss cosine_embedding_loss".split(), (_FIXED, (1,))
     ),
@@ -77,19 +77,19 @@ ALONG_DIMENSIONS: dict[str, tuple[int, tuple[int, ...] | None]] = {
         "qr svd inverse pinverse cholesky matrix_exp det svd_lowrank pca_lowrank".split(), (_FIXED, (-2, -1))
     ),
 }
-IMPLICIT = frozenset("softmax log_softmax softmin".split())  # which take one by the rank, where none is given
-# Those of linear algebra are of matrices, in the last two dimensions; not these.
+IMPLICIT = frozenset("softmax log_softmax softmin".split())  # their default depends on the rank
+# Operations of linear algebra work on matrices, in the last two dimensions; these do not.
 OF_VECTORS = frozenset("norm vector_norm matrix_norm vecdot cross matmul multi_dot vander diagonal".split())
 ORDERING = {"sort": _LAST, "argsort": _LAST, "topk": (2, (-1,))}
 BY_INDICES = {**dict.fromkeys(PICKING, _LAST), **dict.fromkeys(("take", "take_along_dim"), (2, None))}
-LAST_DIMENSIONS = frozenset("layer_norm rms_norm native_layer_norm".split())  # as many of these as are given
-# These read neighbours along the dimensions from this one on, or normalise over them.
+LAST_DIMENSIONS = frozenset("layer_norm rms_norm native_layer_norm".split())  # as many of these as they are given
+# These read neighbours along the dimensions from this one on, or normalize over them.
 OF_IMAGES = {
     **dict.fromkeys("unfold fold local_response_norm group_norm native_group_norm".split(), 1),
     **dict.fromkeys("instance_norm interpolate upsample upsample_nearest upsample_bilinear".split(), 2),
 }
 SCANS = {"scan": 2, "associative_scan": 1}  # over the first dimension of the tensors at this place of the arguments
-NUMBERING = frozenset("arange eye randperm linspace logspace".split())  # of samples, where what these make grows
+NUMBERING = frozenset("arange eye randperm linspace logspace".split())  # they number samples, if their result grows
 
 _FIRST = (slice(None, 1), slice(0, 1), slice(None, 1, 1), slice(0, 1, 1))
 ALONG_SAMPLES = "runs along the batch dimension"
@@ -101,11 +101,11 @@ NUMBERED = "computes with the numbers of the samples, which every micro-batch co
 
 
 class Provenance:
-    """What the values of a graph are made of, as they come in its order.
+    """What the values of a graph depend on; `follow` is called with each node, in the graph's order.
 
-    numbers: of the numbers of the samples alone; data: of what samples have; ranks: of the order of several samples',
-    of counts, or of numbers beside data. is_count: whether a value is one for all samples of a micro-batch, and depends
-    on them.
+    numbers: values that depend only on the samples' indices. data: those that depend on the samples' data.
+    ranks: those that depend on the order among several samples, on counts, or on indices together with data.
+    is_count: whether a value belongs to all samples of a micro-batch together, and depends on them.
     """
 
     def __init__(self, is_count: Callable[[fx.Node], bool]) -> None:
@@ -134,7 +134,7 @@ class Provenance:
 
 
 def why_it_mixes(node: fx.Node, provenance: Provenance) -> str:
-    """Why an operation on samples mixes them; empty where it keeps them apart."""
+    """Why an operation on samples mixes them; empty: it keeps them apart."""
     maker, spec = maker_of(node), spec_made(node)
     name = operation(maker)
     read: Sequence[Any] = node.args[:1] if name == "cond" else ()
@@ -146,7 +146,7 @@ def why_it_mixes(node: fx.Node, provenance: Provenance) -> str:
 
 
 def no_shares(name: str) -> str:
-    """Why an operation on what was reduced over the batch mixes samples, where it is not linear (`LINEAR_IN`)."""
+    """Why an operation that is not linear (`LINEAR_IN`) mixes samples if its operand was reduced over the batch."""
     return f"`{name}` of values reduced over the batch is not a sum of shares"
 
 
@@ -167,7 +167,7 @@ def _why_rows_mix(node: fx.Node, name: str, spec: TensorSpec, provenance: Proven
     if node.meta.get("uneven"):
         return PART
     of_floats = spec.dtype.is_floating_point or (name in COMPARING and any(map(_is_of_floats, read)))
-    of_data = block_of(node) is None and not provenance.data.isdisjoint(read)  # inside, experts count their tokens so
+    of_data = block_of(node) is None and not provenance.data.isdisjoint(read)  # in blocks, experts count tokens so
     if (of_floats or of_data) and computes_with_batch(node, name):
         return SIZE
     given = [source for source in read if source in provenance.numbers and node not in provenance.numbers]
@@ -183,9 +183,9 @@ def _why_rows_mix(node: fx.Node, name: str, spec: TensorSpec, provenance: Proven
 
 
 def why_values_mix(node: fx.Node, name: str) -> str:
-    """Why the values that decide a size, of the operation's result or what it reads, mix samples; empty: they do not.
+    """Why an operation mixes samples if values decide a size of its result or operands; empty: it does not.
 
-    Inside a block they send tokens to experts.
+    Inside a block such values route tokens to experts.
     """
     if not is_sized(node) and block_of(node) is None:
         return "has a size that values decide"
@@ -195,7 +195,7 @@ def why_values_mix(node: fx.Node, name: str) -> str:
 
 
 def why_sizes_mix(node: fx.Node, name: str) -> str:
-    """Why a value that is made of numbers and parameters alone is another one for a micro-batch; else empty."""
+    """Why a value that depends only on numbers and parameters differs for a micro-batch; empty: it does not."""
     if node.meta.get("uneven") and name in REGROUPING:
         return "deals the rows of a tensor without samples out to those of the batch: give each its own"
     grows, numbers = has_samples(node), node.meta.get("batch_numbers")
@@ -204,7 +204,7 @@ def why_sizes_mix(node: fx.Node, name: str) -> str:
 
 
 def computes_with_batch(node: fx.Node, name: str) -> bool:
-    """Whether an operation computes with a number that follows from the batch size, where others take it as a shape."""
+    """Whether an operation computes with a number that depends on the batch size; others use it as a shape."""
     numbers = node.meta.get("batch_numbers", {})
     is_filled = name in ("full", "new_full") and node.meta.get("is_filled_with_batch", False)
     return bool(numbers) and (computes(name) or is_filled or any(isinstance(each, float) for each in numbers))
@@ -221,7 +221,7 @@ def aligned(*values: Any) -> bool:
 
 
 def why_it_runs_along(node: fx.Node, name: str) -> str:
-    """Why an operation that works along a dimension, or several, mixes samples: it does so along theirs; else empty."""
+    """Why an operation along dimensions mixes samples: one of them is the samples'; empty: none is."""
     if why := node.meta.get("misplaces", ""):
         return str(why)
     if name in SCANS:
@@ -240,7 +240,7 @@ def why_it_runs_along(node: fx.Node, name: str) -> str:
 
 
 def picks_of_equals(node: fx.Node, name: str) -> bool:
-    """``x[:1]`` or ``x[0]`` of one row that is expanded to all samples, as prompts that are learned are: that row."""
+    """Whether it is ``x[:1]`` or ``x[0]`` of one row that is expanded to all samples, such as a learned prompt."""
     spec = node.all_input_nodes[0].meta.get("spec")
     if name != "getitem" or not isinstance(spec, TensorSpec) or spec.batch_dims != (0,):
         return False
@@ -250,7 +250,7 @@ def picks_of_equals(node: fx.Node, name: str) -> bool:
 
 
 def letters_of_samples(einsum: fx.Node) -> Iterator[str]:
-    """The letters that an equation, where it has them, gives the samples of its factors."""
+    """The letters of an einsum's samples, one for each factor with samples."""
     letters, _ = _equation(einsum)
     for each, value in zip(letters, tree_leaves(einsum.args[1:]), strict=False):
         if has_samples(value) and "." not in each:
@@ -258,7 +258,7 @@ def letters_of_samples(einsum: fx.Node) -> Iterator[str]:
 
 
 def _equation(einsum: fx.Node) -> tuple[list[str], str]:
-    """The letters of the factors, and of the result."""
+    """The letters of an einsum's factors, and of its result."""
     equation = einsum.args[0] if isinstance(einsum.args[0], str) else ""
     factors, _, made = equation.replace(" ", "").replace("...", ".").partition("->")
     return factors.split(","), made
@@ -272,7 +272,7 @@ def _picks(name: str) -> bool:
 
 
 def _picks_samples(node: fx.Node, spec: TensorSpec) -> bool:
-    """``x[index]`` by an index for the samples that is neither a mask nor their own numbers, as ``arange(B)``."""
+    """Whether it is ``x[index]`` along the samples by neither a mask nor their own indices, such as ``arange(B)``."""
     index = index_along(node, spec.batch_dims[0]) if spec.batch_dims else None
     if not isinstance(index, fx.Node) or not has_samples(index) or _is_in_order(index):
         return False
@@ -281,7 +281,7 @@ def _picks_samples(node: fx.Node, spec: TensorSpec) -> bool:
 
 
 def _picks_own_rows(node: fx.Node, name: str, numbers: Sequence[fx.Node]) -> bool:
-    """Whether the numbers of the samples, as an index, pick of each sample what is its own."""
+    """Whether an index of the samples' own numbers selects for each sample what belongs to it."""
     if not all(map(_is_in_order, numbers)):
         return False
     target = tensor_spec(node.args[0])
@@ -296,7 +296,7 @@ def _picks_own_rows(node: fx.Node, name: str, numbers: Sequence[fx.Node]) -> boo
 
 
 def _why_it_picks(node: fx.Node, name: str, provenance: Provenance) -> str:
-    """Why what an operation inside a block picks mixes samples: no values of theirs decide it; else empty."""
+    """Why the selection of an operation inside a block mixes samples: their data does not decide it; else empty."""
     if block_of(node) is None:
         return ""
     target = node.args[0] if name != "embedding" else arguments_of(node)["weight"]
@@ -316,7 +316,7 @@ def _why_it_picks(node: fx.Node, name: str, provenance: Provenance) -> str:
 
 
 def _is_order(node: fx.Node) -> bool:
-    """Whether a node says where entries of several samples are, once they are in order or as they stand."""
+    """Whether a node gives the places of entries of several samples, as a sort or a search does."""
     maker = maker_of(node)
     kind, spec = operation(maker), next(filter(None, map(tensor_spec, maker.all_input_nodes)), None)
     if kind in ("nonzero", "argwhere") or (kind == "where" and len(maker.args) == 1):
@@ -328,7 +328,7 @@ def _is_order(node: fx.Node) -> bool:
 
 
 def _is_in_order(node: fx.Node) -> bool:
-    """Whether a node holds the numbers 0, 1, ... in order, in whatever shape, or those of rows of each sample."""
+    """Whether a node holds the numbers 0, 1, ... in order, in any shape, or those of each sample's rows."""
     *_, numbers = in_order(node)
     if operation(numbers) != "arange":
         return False
@@ -340,7 +340,7 @@ def _is_in_order(node: fx.Node) -> bool:
 
 
 def _dimensions(node: fx.Node, name: str, spec: TensorSpec) -> tuple[int, ...]:
-    """The dimensions of its first input along which an operation works, where it is one that does."""
+    """The dimensions of its first input along which an operation works; empty: it does not work along any."""
     rank = len(spec.shape)
     if "scaled_dot_product" in name:
         return (-2,)
@@ -373,7 +373,7 @@ def _are_samples(spec: TensorSpec, dims: tuple[int, ...]) -> bool:
 
 
 def _neighbours(node: fx.Node, name: str, rank: int) -> tuple[int, ...]:
-    """The dimensions along which entries are read or normalised together, as those of an image and its channels."""
+    """The dimensions along which entries are read or normalized together, such as an image's and its channels'."""
     if name in ("pad", "constant_pad_nd"):
         pad: Any = node.kwargs.get("pad", node.args[1] if len(node.args) > 1 else ())
         return tuple(-1 - index // 2 for index, number in enumerate(pad) if number)

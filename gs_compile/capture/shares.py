@@ -1,7 +1,7 @@
-"""shares: the edits by which a value of the whole batch becomes shares of micro-batches that add.
+"""shares: graph edits that turn a value of the whole batch into shares of the micro-batches, which add up to it.
 
-total     a placeholder: a sum made from the inputs alone, added over all micro-batches before the head runs
-whole     a value made from inputs and what layers make for each sample, of all samples before the head runs
+total     a placeholder: a sum that depends on inputs alone, added over all micro-batches before the head runs
+whole     a value that depends on inputs and on what layers make for each sample, of all samples, before the head runs
 fraction  a placeholder: the micro-batch's part of the samples, m_j / B
 """
 
@@ -19,7 +19,7 @@ from gs_compile.capture.graph import LossTerm, Source, TensorSpec, at_line, orig
 from gs_compile.capture.operations import WEIGHTED_LOSSES, operation
 from gs_compile.capture.whole_batch import of_whole_batch
 
-SUM = {"reduction": "sum", "size_average": None, "reduce": None}  # the last two are older and would win
+SUM = {"reduction": "sum", "size_average": None, "reduce": None}  # the last two are deprecated and take precedence
 
 Kind = Literal["local", "sum", "mean", "same", "mixed"]
 
@@ -29,25 +29,25 @@ class State:
     """How a value of the whole batch follows from the micro-batches' values."""
 
     kind: Kind
-    from_inputs: bool = False  # made from the user's inputs alone, so it can be known before the step
-    source: Literal["", "inputs", "taps"] = ""  # outside of blocks, all it is made from; "taps": what blocks make, too
+    from_inputs: bool = False  # depends on the user's inputs alone, so it can be known before the step
+    source: Literal["", "inputs", "taps"] = ""  # outside blocks: what it depends on; "taps": also on what blocks make
     cause: fx.Node | None = None  # of "mixed"
     why: str = ""
 
 
 class ShareEditor:
-    """Edits one graph; keeps the state of every node, new ones included, and what was done, for people."""
+    """Edits one graph; keeps the state of every node, also of new ones, and a record of the edits to be shown."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.states: dict[fx.Node, State] = {}
-        self.totals: dict[fx.Node, fx.Node] = {}  # a value of one micro-batch: the placeholder of its total
+        self.totals: dict[fx.Node, fx.Node] = {}  # by value of one micro-batch, the placeholder of its total
         self.terms: list[LossTerm] = []
-        self.wholes: dict[fx.Node, fx.Node] = {}  # a value that does not separate: its node `of_whole_batch`
+        self.wholes: dict[fx.Node, fx.Node] = {}  # by value that does not separate, its node `of_whole_batch`
         self.fraction: fx.Node | None = None
 
     def of(self, value: Any, before: fx.Node) -> fx.Node:
-        """`value`, a mean or the same everywhere, as shares that add: value * m_j / B, in fp32 at least."""
+        """`value`, a "mean" or "same", as shares that add: value * m_j / B, in fp32 or wider."""
         like = value if isinstance(value, fx.Node) else before
         fraction = self._fraction(like)
         with self.graph.inserting_before(before):
@@ -66,7 +66,7 @@ class ShareEditor:
         return self.totals[value]
 
     def whole(self, value: fx.Node) -> fx.Node:
-        """`value` of the whole batch, the same for all micro-batches, which read it in its place."""
+        """The node that stands for `value` of the whole batch, the same for all micro-batches."""
         if value not in self.wholes:
             with self.graph.inserting_after(value):
                 found = self._new(of_whole_batch, (value,), like=value)
@@ -76,13 +76,13 @@ class ShareEditor:
         return self.wholes[value]
 
     def counted(self, loss: fx.Node, arguments: Mapping[str, Any]) -> None:
-        """loss(mean) becomes loss(sum) / total: of the counted labels' weights, or of the weights of all values for a
+        """Rewrite loss(mean) as loss(sum) / total. The total is of the counted labels' weights, or of all weights for a
         loss that has one for each value.
         """
         logits, name = arguments["input"], operation(loss)
         with self.graph.inserting_before(loss):
             count = self._count(loss, arguments)
-            if logits.meta["spec"].dtype == torch.float16:  # a sum over all tokens does not fit its range
+            if logits.meta["spec"].dtype == torch.float16:  # a sum over all tokens would overflow
                 logits = self._new(torch.Tensor.float, (logits,), like=logits)
         with self.graph.inserting_after(loss):
             shares = self._new(torch.div, (loss, self.total(count)), like=loss)
@@ -93,7 +93,7 @@ class ShareEditor:
         self.say(loss, "sum", f"{name}(mean) = {name}(sum) / total, the {counted} of the whole batch")
 
     def checked_places(self, scatter: fx.Node) -> None:
-        """Have a masked_scatter raise where a micro-batch has more places than entries, or fewer."""
+        """Make a masked_scatter raise if a micro-batch does not have as many places as entries."""
         target, mask, source = operands(scatter)
         with self.graph.inserting_before(scatter):
             detached = self._new(torch.Tensor.detach, (source,), like=source)
@@ -106,7 +106,7 @@ class ShareEditor:
         self.say(scatter, "local", "each micro-batch must have as many places as entries")
 
     def checked(self, value: fx.Node, operation: Any, check: fx.Node, words: str) -> fx.Node:
-        """`value` read through a check of the model, behind which it is."""
+        """`value`, which comes after a check of the model, read through that check."""
         with self.graph.inserting_before(check):
             checked = self._new(operation, (value, check.args[0], self._fraction(value), words), like=value)
         checked.meta |= origin(check)
@@ -117,7 +117,7 @@ class ShareEditor:
         self.terms.append(LossTerm(node.name, kind, why, source_line(node)))
 
     def _fraction(self, like: fx.Node) -> fx.Node:
-        """m_j / B, where `like` is used: in fp64 beside what is of fp64, else in fp32."""
+        """m_j / B, to be used with `like`: in fp64 if that is fp64, else in fp32."""
         spec = replace(like.meta["spec"], shape=(), stride=(), dtype=torch.float32)
         if self.fraction is None:
             wide = any(getattr(node.meta.get("spec"), "dtype", None) == torch.float64 for node in self.graph.nodes)
@@ -138,14 +138,14 @@ class ShareEditor:
         else:
             counted = self._new(torch.ne, (target, arguments["ignore_index"]), like=target)
             if weight is not None:
-                last = weight.meta["spec"].shape[0] - 1  # labels that are ignored may be beyond the classes
+                last = weight.meta["spec"].shape[0] - 1  # ignored labels may be out of range
                 labels = self._new(torch.clamp, (target, 0, last), like=target)
                 of_labels = self._new(torch.take, (weight, labels), like=target)
                 counted = self._new(torch.mul, (of_labels, counted), like=target)
         dtype = torch.promote_types(loss.meta["spec"].dtype, torch.float32)
         count = self._new(torch.sum, (counted,), {"dtype": dtype}, like=loss)
         spec = replace(loss.meta["spec"], dtype=dtype, requires_grad=False)
-        count.meta |= {"spec": spec, "storage": None}  # a change of the loss in place is none of the count
+        count.meta |= {"spec": spec, "storage": None}  # not the loss's memory: the loss may be changed in place
         self.states[count] = State("sum", from_inputs=True)
         return count
 

@@ -1,11 +1,11 @@
-"""specialize: one graph of fixed shapes, for one size of the micro-batch.
+"""specialize: one graph of fixed shapes, for one micro-batch size.
 
-The captured graph is symbolic in the batch. Everything after this pass wants plain numbers, and Dynamo shares size
-expressions between layers, so they are folded before the graph is split. What is folded is remembered where it
-matters: which dimensions of a value grow with the batch (`TensorSpec.batch_dims`), and which operands are the batch
-size itself (`node.meta["batch_numbers"]`), as in ``loss / input_ids.shape[0]``. Numbers that follow from other symbolic
-sizes, such as the length of sequences, are `Length`s. Sizes that depend on values, as of ``torch.where(mask)``, stay
-operations of the graph.
+The captured graph is symbolic in the batch. Later passes need plain numbers, and Dynamo shares size expressions between
+layers, so sizes are folded to numbers before the graph is split. What is lost by that is recorded where it matters:
+which dimensions of a value grow with the batch (`TensorSpec.batch_dims`), and which operands are the batch size itself
+(`node.meta["batch_numbers"]`), as in ``loss / input_ids.shape[0]``. Numbers that follow from other symbolic sizes, such
+as the sequence length, become `Length`s. Sizes that depend on values, as of ``torch.where(mask)``, stay operations of
+the graph.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 def specialize(captured: Captured, micro_batch_size: int, sizes: Mapping[str, int]) -> fx.GraphModule:
     """`captured` at `micro_batch_size` samples, with the other symbolic sizes as in `sizes` (placeholder: number).
 
-    Every node that stays has ``meta["spec"]``: a `TensorSpec`, or a tuple of them, or None. Activation checkpointing
-    is absorbed (layers are recomputed anyway), gradient and inference mode become ``detach``, and autocast regions
-    become ``meta["autocast"]``, so that a node's meaning does not depend on its neighbours.
+    Every node of the result has ``meta["spec"]``: a `TensorSpec`, or a tuple of them, or None. Regions of activation
+    checkpointing are inlined (layers are recomputed anyway), gradient and inference mode become ``detach``, and
+    autocast regions become ``meta["autocast"]``, so that a node's meaning does not depend on its neighbours.
     """
     numbers: dict[Any, int] = {symbol: sizes[name] for name, symbol in captured.symbols.items() if name in sizes}
     numbers |= dict.fromkeys(captured.batch_symbols, micro_batch_size)
@@ -59,39 +59,39 @@ def specialize(captured: Captured, micro_batch_size: int, sizes: Mapping[str, in
 
 
 class OfBatch(int):
-    """A number that the model returns and that follows from the batch size; as an int it is that of a micro-batch."""
+    """A number that the model returns and that depends on the batch size; as an int, that of a micro-batch."""
 
     _of: Callable[[int], int]
 
     def __new__(cls, value: Any, numbers: Mapping[Any, int], batch: Collection[sympy.Symbol]) -> OfBatch:
-        """value: symbolic; numbers: of its symbols; batch: those of them that are the batch size."""
+        """value: symbolic. numbers: of its symbols. batch: the symbols that are the batch size."""
         expression = sympy.sympify(value.node.expr)
         found = super().__new__(cls, _KINDS[type(value)](expression.xreplace(dict(numbers))))
         found._of = lambda size: _KINDS[type(value)](expression.xreplace({**numbers, **dict.fromkeys(batch, size)}))
         return found
 
     def whole(self, num_samples: int) -> int | bool:
-        """The number at so many samples."""
+        """The number for a batch of `num_samples`."""
         return self._of(num_samples)
 
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """A size, or another number of the graph, at one size of the micro-batch."""
+    """A size, or another number of the graph, at one micro-batch size."""
 
-    number: Any  # -1 where it depends on values
-    is_of_batch: bool = False  # computed from the batch size
+    number: Any  # -1 if it depends on values
+    is_of_batch: bool = False  # depends on the batch size
     is_proportional: bool = True  # to the batch size
-    values: frozenset[sympy.Symbol] = frozenset()  # of tensors, that it depends on
+    values: frozenset[sympy.Symbol] = frozenset()  # values of tensors on which it depends
 
 
 class _Fold:
-    """Symbolic sizes to numbers, each expression once."""
+    """Folds symbolic sizes to numbers, each expression once."""
 
     def __init__(self, numbers: Mapping[Any, int], batch: frozenset[sympy.Symbol]) -> None:
         self.numbers = dict(numbers)
         self.batch = batch
-        self.alike = dict.fromkeys(batch, min(batch, key=str, default=None))  # inputs may have a symbol each
+        self.alike = dict.fromkeys(batch, min(batch, key=str, default=None))  # each input may have its own symbol
         self.known: dict[Any, _Size] = {}
 
     @property
@@ -134,20 +134,20 @@ class _Fold:
         return tuple(self.spec(part) for part in value) if isinstance(value, (tuple, list)) else None
 
     def is_uneven(self, value: Any) -> bool:
-        """Whether a size of a tensor, or of several, grows with the batch, but not in proportion: without a sample."""
+        """Whether a size of a tensor, or of several, grows with the batch, but not in proportion to it."""
         if isinstance(value, (tuple, list)):
             return any(map(self.is_uneven, value))
         sizes = map(self.size, value.shape if isinstance(value, torch.Tensor) else ())
         return any(size.is_of_batch and not size.is_proportional for size in sizes)
 
     def is_number(self, value: Any) -> bool:
-        """Whether a value is a number, or several, that no tensor decides."""
+        """Whether a value is a number, or several, independent of tensors."""
         if isinstance(value, (tuple, list)) and value:
             return all(self.is_number(part) for part in value)
         return isinstance(value, (int, float, bool, *SYMBOLIC)) and not self.size(value).values
 
     def values(self, value: Any) -> frozenset[sympy.Symbol]:
-        """The values of tensors that a number or the sizes of tensors depend on."""
+        """The values of tensors on which a number, or the sizes of tensors, depend."""
         if isinstance(value, torch.Tensor):
             return self.values(tuple(value.shape))
         if isinstance(value, (tuple, list)):
@@ -161,7 +161,7 @@ class _Fold:
 
 
 class _Copy:
-    """Copies nodes into one flat graph, folding numbers and inlining checkpointed regions on the way."""
+    """Copies nodes into one flat graph; folds numbers and inlines checkpointed regions on the way."""
 
     def __init__(self, target: fx.GraphModule, fold: _Fold, autocast: tuple[Any, ...] | None) -> None:
         self.target = target
@@ -171,7 +171,7 @@ class _Copy:
         self.grad_mode = True
 
     def copy(self, module: fx.GraphModule, known: dict[fx.Node, Any]) -> Any:
-        """Copy `module`'s nodes; `known` maps its placeholders when it is inlined. Returns what it outputs."""
+        """Copy `module`'s nodes and return its output; `known` maps its placeholders if it is inlined."""
         for node in [node for node in module.graph.nodes if node not in known]:
             example = node.meta.get("example_value")
             if node.op == "output":
@@ -233,20 +233,20 @@ class _Copy:
         return copied if self.grad_mode and not ends_exchange(node) else self._detached(copied)
 
     def _is_filled_with_batch(self, node: fx.Node) -> bool:
-        """Whether what a tensor is filled with follows from the batch size; its shape may in any case."""
+        """Whether the value that a tensor is filled with, and not just its shape, depends on the batch size."""
         place = {"full": 1, "new_full": 2}.get(operation(node))
         filling = [node.kwargs.get("fill_value"), *node.args[place : place + 1]] if place else []
         sizes = (self.fold.size(each.meta.get("example_value")) for each in filling if isinstance(each, fx.Node))
         return any(size.is_of_batch for size in sizes)
 
     def _body(self, module: fx.GraphModule) -> fx.GraphModule:
-        """The graph of an operation of the model's own, to be looked at."""
+        """The graph inside an operation of the model, only to be inspected."""
         body = fx.GraphModule(torch.nn.Module(), fx.Graph())
         body.graph.output(_Copy(body, self.fold, None).copy(module, {}))
         return body
 
     def _refuse_boundless(self, node: fx.Node, values: frozenset[sympy.Symbol]) -> None:
-        """Raise for an operation whose result may be of any size, as its memory cannot be planned."""
+        """Raise for an operation whose result may have any size: its memory cannot be planned."""
         given = self.fold.values([source.meta.get("example_value") for source in node.all_input_nodes])
         if values - given and operation(node) not in CHOOSING:
             raise CaptureError(
@@ -255,7 +255,7 @@ class _Copy:
             )
 
     def _attribute(self, module: fx.GraphModule, name: str) -> str:
-        """Carry an attribute over; regions that are inlined may use one name for several things."""
+        """Copy an attribute; inlined regions may use the same name for different things."""
         value, free = getattr(module, name), name
         while getattr(self.target, free, value) is not value:
             free += "_"
@@ -263,8 +263,8 @@ class _Copy:
         return free
 
     def _detached(self, node: fx.Node) -> fx.Node:
-        """Under no_grad a result has no gradient, nor has one of several, for which its operation reads what has none;
-        what is changed in place, or given back as it is, keeps its own.
+        """Detach the result of an operation under no_grad; its inputs instead, if it has several results or changes
+        memory in place. What it changes, or returns unchanged, keeps its gradient.
         """
         tracked, changed = [each for each in node.all_input_nodes if _has_gradient(each.meta["spec"])], mutated(node)
         spec = node.meta["spec"]
@@ -288,15 +288,15 @@ def _has_gradient(spec: Any) -> bool:
 
 
 def _is_tracked(value: torch.Tensor) -> bool:
-    """Whether a gradient goes on from a tensor; torch says so of a view, too, that no_grad has made of one that has."""
+    """Whether a tensor passes on a gradient; torch also says so of a view that no_grad has made of such a tensor."""
     try:
         return value.requires_grad and (value.grad_fn is not None or not value._is_view())
-    except RuntimeError:  # one of several views whose base was changed in place behind it: torch tells no more
+    except RuntimeError:  # one of several views whose base was changed in place: torch refuses to tell
         return True
 
 
 def _of_one(squeeze: fx.Node) -> tuple[int, ...]:
-    """The dimensions that a squeeze takes away: not the samples', also where a micro-batch has one."""
+    """The dimensions that a squeeze removes: not the samples', even if a micro-batch has one sample."""
     shape = squeeze.all_input_nodes[0].meta["example_value"].shape
     given: Any = squeeze.kwargs.get("dim", squeeze.args[1] if len(squeeze.args) > 1 else range(len(shape)))
     dims = (given,) if isinstance(given, int) else given
@@ -304,9 +304,9 @@ def _of_one(squeeze: fx.Node) -> tuple[int, ...]:
 
 
 def storage_number(example: Any) -> int | None:
-    """Which memory a value lives in, to tell views and in-place results of one tensor."""
+    """A number for the memory of a value, to recognize views and in-place results of one tensor."""
     if not isinstance(example, torch.Tensor) or example.layout != torch.strided:
         return None
-    if torch._C._functorch.is_functorch_wrapped_tensor(example):  # inside a vmap: shares no memory of its own
+    if torch._C._functorch.is_functorch_wrapped_tensor(example):  # inside a vmap: it has no memory of its own
         return None
     return int(example.untyped_storage()._cdata)

@@ -1,7 +1,7 @@
-"""speech: what models of speech do by lengths that are values, and by numpy, in operations that a capture takes.
+"""speech: CTC losses and SpecAugment, in operations that can be captured.
 
-torch's CTC makes a tensor as long as the longest target, and Dynamo breaks the graph. transformers draws the spans that
-SpecAugment masks by numpy. Here CTC gives one loss for each sample, and spans are drawn by torch.
+torch's CTC makes a tensor as long as the longest target, at which Dynamo breaks the graph; here it gives one loss for
+each sample. transformers draws the spans that SpecAugment masks by numpy; here torch draws them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _ctc_gradient(
     blank: int,
     zero_infinity: bool,
 ) -> Tensor:
-    """The gradient of `log_p`, given that of the losses, which are computed once more."""
+    """The gradient of `log_p`, from that of the losses, which are computed again."""
     settings = blank, zero_infinity
     read = log_p, targets, input_lengths, target_lengths
     losses, log_alpha = aten._ctc_loss.Tensor(*read, *settings)
@@ -77,7 +77,7 @@ def ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """As of torch.nn.functional, of targets in a row for each sample."""
+    """As in torch.nn.functional, for targets of shape (samples, most targets)."""
     lengths = input_lengths, target_lengths
     if log_probs.dim() != 3 or targets.dim() != 2 or not all(isinstance(each, Tensor) for each in lengths):
         torch._dynamo.graph_break(
@@ -102,7 +102,7 @@ def of_ctc_model(
     ignore_index: int = -100,
     **_: Any,
 ) -> Tensor:
-    """The loss of transformers' models for CTC: labels that are ignored go behind the others of their sample."""
+    """The loss of transformers' CTC models: ignored labels are moved behind the others of their sample."""
     labels = labels.to(logits.device)
     is_ignored = (labels == ignore_index) | (labels == blank_token_id)
     targets = labels.gather(-1, is_ignored.to(torch.int8).argsort(dim=-1, stable=True))
@@ -161,9 +161,9 @@ def _without_features(model: Any, frames: Tensor) -> Tensor:
 def spans(
     like: Tensor, size: int, probability: float, length: int, least: int, attention_mask: Tensor | None = None
 ) -> Tensor:
-    """The places that are masked, (samples, size): as many spans as transformers draws, at random places of a sample.
+    """The places to mask, (samples, size): as many spans as transformers draws, at random places of each sample.
 
-    Where the number of spans is rounded, it is at random, for each sample. like: has the samples first.
+    The number of spans is rounded at random, for each sample. like: a tensor with the samples first.
     """
     if not 0 < length <= size:
         raise ValueError(f"a span of {length} places of {size} cannot be masked")

@@ -1,20 +1,20 @@
-"""split: the graph cut into prologue, layers and epilogue.
+"""split: cuts the graph into prologue, layers and epilogue.
 
-A layer ends behind a block, at the first place where one tensor is all that goes on (`residual_stream`). So a residual
-addition behind a block is in its layer, and what else stands between two blocks goes with the later one. What depends
-on the last layer, or only feeds what does, is the epilogue; the rest is the prologue (`arrange`).
+A layer ends after a block, at the first place at which exactly one tensor is passed on (`residual_stream`). So a
+residual addition after a block is in its layer, and anything else between two blocks belongs to the later one. What
+depends on the last layer, or is only read by what does, is the epilogue; the rest is the prologue (`arrange`).
 
     prologue "e"  --x0-->  layer 0  --x1-->  ...  layer L-1  --xL-->  epilogue "h"
         \\------------ side inputs: masks, rotary tables ------/------/
 
-Where a model has several stacks a layer is their joint, in the prologue's place for the layers above it: these have
-side inputs from the joint alone, which hands on what they need of those below it.
+If a model has several stacks, one layer is their joint. It replaces the prologue for the layers above it: these have
+side inputs only from the joint, which passes on what they need from below.
 
-Exactly one tensor goes from a layer to the next, its checkpoint; several of one type go as one (`packed`). What layers
-make for the epilogue, as the logits of routers for a loss of their own, is tapped: it goes there beside the
-checkpoints, and its gradient back. What a loss makes of the taps of all samples at once is no part of the epilogue,
-which reads it (`whole_batch`). Anything else that crosses is refused by name. A layer is a block, or a part of one
-where the schedule cuts blocks (`BlockCut`).
+Exactly one tensor goes from a layer to the next, its checkpoint; several of one dtype are packed into one (`packed`).
+What layers make for the epilogue, such as routers' logits for a loss, is a tap: it goes there outside the checkpoints,
+and its gradient comes back. What a loss computes from the taps of all samples at once is not a part of the epilogue,
+which only reads it (`whole_batch`). Anything else that crosses is refused by name. A layer is a block, or a part of one
+if the schedule cuts blocks (`BlockCut`).
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ from gs_compile.program.ir import EPILOGUE, PROLOGUE, Unit, Value
 
 @dataclass(frozen=True)
 class Split:
-    """The units in order, prologue first and epilogue last, and what the step gives back."""
+    """The units in order, prologue first and epilogue last, and what the step returns."""
 
     units: tuple[UnitGraph, ...]
     outputs: tuple[OutputSpec, ...]
     sides: Mapping[Unit, tuple[TensorSpec, ...]]  # side inputs, by the unit that makes them: prologue and joints
     taps: tuple[Unit, ...]  # which layer makes each of them, in the order of its results
-    count: UnitGraph | None  # makes a micro-batch's part of each total, ahead of the step
+    count: UnitGraph | None  # computes a micro-batch's part of each total, before the step
     block_cut: BlockCut | None = None  # None: a layer is a block
-    whole: Whole | None = None  # what is made of the taps of all micro-batches
+    whole: Whole | None = None  # what is computed from the taps of all micro-batches
 
     @property
     def num_layers(self) -> int:
@@ -89,13 +89,13 @@ class Split:
         return {graph.unit: graph for graph in self.units}
 
     def inner(self, num_micro_batches: int) -> frozenset[Value]:
-        """The hidden states among the results, which a program does not keep for them."""
+        """Results that are hidden states: a program does not keep these only to return them."""
         return frozenset(Value("x", o.unit, j) for o in self.made if o.kind == "x" for j in range(num_micro_batches))
 
     @cached_property
     def idle(self) -> frozenset[int]:
-        """The inputs of the captured graph that require a gradient and never get one; none are known without outputs
-        that have one, as in an evaluation.
+        """The inputs of the captured graph that require a gradient and never get one. Empty if no output has a
+        gradient, as in an evaluation: then it is not known.
         """
         if not any(output.spec and output.spec.requires_grad for output in self.made):
             return frozenset()
@@ -104,9 +104,7 @@ class Split:
         return frozenset(asking - self.reached())
 
     def reached(self, made: frozenset[int] | None = None) -> frozenset[int]:
-        """Those that get one where one comes for these of the outputs that a step computes, by their numbers; None: for
-        each of them.
-        """
+        """The inputs that get a gradient if these of the outputs `made` do, by index; None: if all of them do."""
         made = frozenset(range(len(self.made))) if made is None else made
         if made not in self._reached:
             outputs = [self.made[number] for number in made]
@@ -122,9 +120,9 @@ class Split:
 def split(
     separated: Separated, captured: Captured, block_cut: BlockCut | None = None, tapped: Set[int] = frozenset()
 ) -> Split:
-    """Cut the graph of `separated` into units; `block_cut`: and every block into several layers.
+    """Cut the graph of `separated` into units; with `block_cut`, also every block into several layers.
 
-    tapped: outputs, by their numbers, that the epilogue returns wherever they are made, so that they have a gradient.
+    tapped: indices of outputs that the epilogue returns, wherever they are made, so that they can have a gradient.
     """
     return _Cut(separated, captured, block_cut, tapped).run()
 
@@ -142,14 +140,14 @@ class _Cut:
         made_by_block = last in self.wanted and any(last in stack[-1] for stack in stacks(self.readers))
         self._return_copies([last] if made_by_block else [])
         self.at, self.num_layers, self.origins = arrange(self.readers, self.batch, one=block_cut is not None)
-        if not self.returned:  # by what follows the last block, as an addition
+        if not self.returned:  # by what follows the last block, such as an addition
             self._return_copies(sorted(self._unread(last))[-1:])
         asked = (each for number, each in enumerate(separated.outputs) if number in tapped)
         below = [each for each in asked if isinstance(each, fx.Node) and self.at[each] <= self.num_layers]
         self._return_copies(below)
         if not torch.is_grad_enabled():
             self._refuse_a_cache({entry.name for entry in captured.inputs if entry.is_made})
-        self.block_cut: BlockCut | None = None  # until each block is known to hand on one tensor
+        self.block_cut: BlockCut | None = None  # until each block is known to pass on one tensor
         self.carried = self._carried()
         if block_cut:
             self.at = block_cut.units(self.readers, self.at, self.carried)
@@ -158,7 +156,7 @@ class _Cut:
         wholes = {node: refusal for node, refusal in separated.wholes.items() if node in self.readers}
         self.whole = self._cut_out(wholes) if wholes else None
         self.sides = self._sides()
-        self.emitted: dict[int, list[fx.Node]] = defaultdict(list)  # by unit, what it makes for the outputs alone
+        self.emitted: dict[int, list[fx.Node]] = defaultdict(list)  # by unit, what it makes only for the outputs
         self.main: fx.Node | None = None  # the loss
 
     def run(self) -> Split:
@@ -173,7 +171,7 @@ class _Cut:
         return Split(units, outputs, sides, taps, count, self.block_cut, self.whole)
 
     def _refuse_a_cache(self, made: Set[str]) -> None:
-        """Layers that are given an input each have kept it from earlier tokens, and such a call has one token more."""
+        """Raise if layers have their own input each, as a cache of earlier tokens, which grows with each call."""
         given = [node for node in self.readers if node.name in self.batch - made]
         read = [{self.at[reader] for reader in self.readers[node]} for node in given]
         alone = {unit for units in read if len(units) == 1 for unit in units}
@@ -184,13 +182,13 @@ class _Cut:
     # What crosses ----------------------------------------------------------------------------------------------------
 
     def _crossing(self) -> dict[fx.Node, set[int]]:
-        """The values made in one unit and read in others, with the readers' positions."""
+        """The values that are made in one unit and read in others, with the readers' positions."""
         made = [node for node in self.readers if not is_free(node)]
         found = {node: {self.at[user] for user in node.users if user in self.at} - {self.at[node]} for node in made}
         return {node: positions for node, positions in found.items() if positions}
 
     def _carried(self) -> list[fx.Node]:
-        """x0 ... xL: what goes from each unit to the next."""
+        """x0 ... xL: the values that go from each unit to the next."""
         refuse_changes(self.readers, self.at, self._crossing(), self.wanted)
         self._copy_entries()
         self.origins = {at: self._begun(at, origin) for at, origin in self.origins.items()}
@@ -201,7 +199,7 @@ class _Cut:
         self.taps: list[fx.Node] = []
         for position in range(1, epilogue):
             leaving = {node: readers for node, readers in crossing.items() if self.at[node] == position}
-            if position in self.origins:  # all else that it makes for others is a side input of theirs
+            if position in self.origins:  # anything else that it makes for others is their side input
                 leaving = {self.origins[position]: {position + 1}}
             on = [node for node, readers in leaving.items() if position + 1 in readers]
             if len(on) > 1 and position == self.num_layers:
@@ -217,7 +215,7 @@ class _Cut:
         return self._without_gaps(carried)
 
     def _pack(self) -> None:
-        """Let one tensor have all that a layer hands on to the next, which takes it apart."""
+        """Pack all that a layer passes to the next into one tensor, which the next unpacks."""
         for at, values in together(self._crossing(), self.at, self.num_layers, self.origins).items():
             made, taken = pack(values, [node for node in self.readers if self.at[node] == at + 1])
             self.at |= dict.fromkeys(made, at) | dict.fromkeys(taken, at + 1)
@@ -225,7 +223,7 @@ class _Cut:
             self.readers = needed_by(self.wanted, self.graph)
 
     def _without_gaps(self, carried: Sequence[fx.Node]) -> list[fx.Node]:
-        """Have what units hand on be stored as it is read: where its memory has gaps, others read a copy without."""
+        """The values that units pass on, without gaps in memory: of one with gaps, the next unit reads a dense copy."""
         everywhere, copies = set(range(self.num_layers + 2)), dict[fx.Node, fx.Node]()
         for at, value in enumerate(carried):
             if not value.meta["spec"].is_dense:
@@ -238,7 +236,7 @@ class _Cut:
         return [copies.get(value, value) for value in carried]
 
     def _copy_entries(self) -> None:
-        """Let units read copies of what another makes as a view of a parameter, whose memory ends with that unit."""
+        """Make units read copies of views of parameters that another unit makes: their memory ends with that unit."""
         memory = {storage_of(node) for node in self.readers if node.name in self.parameters} - {None}
         for node, readers in self._crossing().items():
             if storage_of(node) in memory:
@@ -246,11 +244,11 @@ class _Cut:
                 self.origins = {at: copied if each is node else each for at, each in self.origins.items()}
 
     def _begun(self, at: int, origin: fx.Node) -> fx.Node:
-        """What a unit that begins a stack hands on to its first layer; made elsewhere, or an input, it is copied."""
+        """What a unit that begins a stack passes to its first layer; a copy, if it is an input or made elsewhere."""
         return origin if self.at[origin] == at and not is_free(origin) else self._copied_at(at, origin, {at + 1})
 
     def _given_on(self, joint: int) -> None:
-        """Let units above a joint read a copy that it makes of what the layer below hands on; what is tapped stays."""
+        """Make units above a joint read the joint's copy of what the layer below passes on; taps stay as they are."""
         above, epilogue = set(range(joint + 1, self.num_layers + 2)), {self.num_layers + 1}
         made = {node: readers for node, readers in self._crossing().items() if self.at[node] == joint - 1}
         for node, readers in made.items():
@@ -259,7 +257,7 @@ class _Cut:
                 self._copied_at(joint, node, above)
 
     def _copied_at(self, at: int, value: fx.Node, units: Set[int]) -> fx.Node:
-        """A copy that the unit at a place makes, for those that read `value` in some units."""
+        """A copy of `value` that the unit `at` makes, for its readers in `units`."""
         copied = self._copy(value)
         self.at[copied] = at
         for node in self.readers:
@@ -269,13 +267,13 @@ class _Cut:
         return copied
 
     def _unread(self, last: fx.Node) -> list[fx.Node]:
-        """Outputs that the last layer makes, and that nothing behind it reads: the graph's last, and hidden states."""
+        """Outputs that the last layer makes and nothing after it reads: the graph's last, and hidden states."""
         spec = self.origins[max(self.origins)].meta["spec"]
         made = [value for value in self.wanted if self.at[value] == self.num_layers and not self.readers[value]]
         return [value for value in made if value is last or is_like(value, spec)]
 
     def _return_copies(self, values: Sequence[fx.Node]) -> None:
-        """Have the epilogue return copies of outputs that other units make."""
+        """Make the epilogue return copies of outputs that other units make."""
         copies = {value: self._copy(value) for value in values}
         self.returned |= copies
         self.at |= dict.fromkeys(copies.values(), self.num_layers + 1)
@@ -283,7 +281,7 @@ class _Cut:
         self.readers = needed_by(self.wanted, self.graph)
 
     def _cut_out(self, wholes: Mapping[fx.Node, str]) -> Whole:
-        """Have the epilogue read what is made of all samples at once, and leave out how that is made."""
+        """Make the epilogue read what is computed from all samples at once, and remove its computation."""
         fit = self.separated.samples.intersection(self.taps)
         found = dict[str, int]()
         for node, refusal in wholes.items():
@@ -311,7 +309,7 @@ class _Cut:
         return copied
 
     def _not_one(self, position: int, leaving: dict[fx.Node, set[int]]) -> str:
-        """The words for a layer that passes on `leaving`, each read at these positions, in place of one tensor."""
+        """The message for a layer that passes on `leaving`, each read at these positions, instead of one tensor."""
 
         def name(position: int) -> str:
             return "the epilogue" if position > self.num_layers else layer_name(position - 1, self.block_cut)
@@ -330,7 +328,7 @@ class _Cut:
         )
 
     def _sides(self) -> dict[int, list[fx.Node]]:
-        """What each unit that begins a stack makes, or has from below, for others: layers see the batch so, too."""
+        """Side inputs: what each unit that begins a stack makes, or gets from below, for others; also batch inputs."""
         sides: dict[int, list[fx.Node]] = {}
         crossing, above, end = self._crossing(), list[fx.Node](), self.num_layers + 1
         for at in sorted(self.origins, reverse=True):
@@ -381,7 +379,7 @@ class _Cut:
         return OutputSpec(combine, "y", unit, emitted.index(value), dim, spec, runs=runs)
 
     def _refuse_unsized(self, node: fx.Node) -> None:
-        """Raise for a value of a unit's results that has no memory planned."""
+        """Raise for a result of a unit whose size depends on values: no memory is planned for it."""
         spec = node.meta["spec"]
         if not isinstance(spec, TensorSpec) or not spec.is_sized:
             raise CaptureError(

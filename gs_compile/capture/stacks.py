@@ -1,11 +1,11 @@
 """stacks: the repeated blocks of a model, in the order of their calls.
 
-A block is one call of a module. Blocks make a stack
+A block is one call of a module. Blocks form a stack if they are
 
-    blocks.0  blocks.1  blocks.2             under numbers, as in an nn.ModuleList or nn.Sequential, of whatever class
+    blocks.0  blocks.1  blocks.2             under numbers, as in an nn.ModuleList or nn.Sequential, of any class
     blocks.first  blocks.second              under names, of one class, in a container that is not called itself, or in
                                              an nn.Sequential
-    block  block  block                      as calls of one module, again and again
+    block  block  block                      repeated calls of one module
 
 A module under a number that is called several times has a block for each call. Containers inside a numbered block, such
 as its experts, are parts of it.
@@ -29,13 +29,13 @@ class _Call(NamedTuple):
 
     path: str
     kind: Hashable  # the module's class
-    number: int  # of calls of this module before
+    number: int  # of earlier calls of this module
 
 
 def stacks(nodes: Iterable[fx.Node]) -> list[Stack]:
-    """The stacks of two blocks and more among `nodes`, the one with most nodes first."""
+    """The stacks of two or more blocks among `nodes`, the one with the most nodes first."""
     found: dict[Hashable, list[list[fx.Node]]] = defaultdict(list)
-    latest: dict[Hashable, Hashable] = {}  # the block of each stack that is being called
+    latest: dict[Hashable, Hashable] = {}  # of each stack, the current block
     for node in nodes:
         for stack, block in _blocks(node):
             if latest.get(stack) != block:
@@ -63,7 +63,7 @@ def _blocks(node: fx.Node) -> Iterator[tuple[Hashable, Hashable]]:
 
 
 def _is_sequence(call: _Call, block: str) -> bool:
-    """Whether a module does nothing but call those in it one after another, and is no part of a numbered block."""
+    """Whether a module only calls its children one after another, and is not part of a numbered block."""
     is_inside = bool(block) and f"{call.path}.".startswith(f"{block}.")
     return isinstance(call.kind, type) and issubclass(call.kind, nn.Sequential) and not is_inside
 

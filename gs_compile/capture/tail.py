@@ -1,10 +1,10 @@
-"""tail: what a model makes of all samples at once from its results, such as a contrastive loss.
+"""tail: what a model computes from its results of all samples at once, such as a contrastive loss.
 
     model  --images, texts (a row for each sample)-->  tail  --logits of all pairs, their loss-->
 
-No micro-batch has a share of it, and it reads what the head makes, so no part of the step can make it. It runs behind
-the model as it is written, on the results of all micro-batches, as the same code outside of the model does. Its
-gradients are those of these results.
+No micro-batch has a share of it, and it reads what the head makes, so it cannot be part of the step. It runs after the
+model, as plain PyTorch, on the results of all micro-batches, like the same code outside the model would. Its backward
+gives the gradients of these results.
 """
 
 from __future__ import annotations
@@ -43,8 +43,10 @@ _REGIONS = (GRAD_MODE, ENTER_AUTOCAST, EXIT_AUTOCAST, ENTER_INFERENCE, EXIT_INFE
 
 @dataclass(eq=False)
 class Tail:
-    """module: takes arguments of the model, by index, then its results from `num_outputs` on; gives the outputs at
-    `places` among those of the user's model.
+    """The part that runs after the model.
+
+    module: takes arguments of the model, by index, and then the model's results from `num_outputs` on; returns the
+        outputs at `places` of the user's model.
     """
 
     module: fx.GraphModule
@@ -54,7 +56,7 @@ class Tail:
     is_told: bool = False
 
     def run(self, results: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        """What the user's model returns; results: what the model without the tail does."""
+        """The results of the user's model. results: those of the model without the tail."""
         outputs, read = list(results[: self.num_outputs]), results[self.num_outputs :]
         if not self.is_told:
             self.is_told, nbytes = True, sum(each.nbytes for each in read if isinstance(each, torch.Tensor))
@@ -71,9 +73,9 @@ class Tail:
 
 
 def cut_tail(captured: Captured, module: fx.GraphModule, kept: Sequence[bool]) -> tuple[Captured, Tail] | None:
-    """The model without a tail, whose further results the tail reads, and the tail; None: it has none.
+    """The model without its tail, with additional results for the tail to read, and the tail; None: there is none.
 
-    module: the model at the size of a micro-batch, which changes. kept: the outputs that are asked for.
+    module: the model at one micro-batch size; it is modified. kept: for each output, whether it is requested.
     """
     outputs, states = refused(module, captured, kept)
     classes = {node.meta[CAPTURED]: state for node, state in states.items() if CAPTURED in node.meta}
@@ -90,7 +92,7 @@ def cut_tail(captured: Captured, module: fx.GraphModule, kept: Sequence[bool]) -
     entries = list(zip(captured.inputs, graph.find_nodes(op="placeholder"), strict=True))
     taken = [node for _, node in entries if not nodes.isdisjoint(node.users)]
     trained = [node for entry, node in entries if entry.role == "parameter" and node in taken]
-    if any(node.meta["example_value"].dim() > 1 for node in trained):  # with logits, perhaps: no plan has these
+    if any(node.meta["example_value"].dim() > 1 for node in trained):  # perhaps logits, which no plan counts
         return None
     arguments = [at for at, (entry, node) in enumerate(entries) if entry.role != "parameter" and node in taken]
     given_first = [*(entries[at][1] for at in arguments), *read, *trained]
@@ -102,8 +104,8 @@ def cut_tail(captured: Captured, module: fx.GraphModule, kept: Sequence[bool]) -
 def _nodes(
     wanted: Set[fx.Node], classes: Mapping[fx.Node, State], samples: Set[fx.Node]
 ) -> tuple[set[fx.Node], set[fx.Node]] | None:
-    """What makes some values of all samples, and the results of micro-batches that it reads; None: it has to read
-    others, or is a part of a block.
+    """The nodes that compute some values from all samples, and the micro-batches' results that they read; None: they
+    read other values, too, or are part of a block.
     """
     nodes, read, ahead = set[fx.Node](), set[fx.Node](), list(wanted)
     while ahead:
@@ -129,8 +131,8 @@ def _is_number(node: fx.Node) -> bool:
 
 
 def _runs_alone(graph: fx.Graph, nodes: Set[fx.Node], read: Set[fx.Node]) -> bool:
-    """Whether some nodes run as they are written behind all others: neither changes what is the other's in place, and
-    what they read of the others is what these leave there.
+    """Whether some nodes can run after all others: neither group changes the other's memory in place, and the others do
+    not later change a result that these read.
     """
     if any(is_collective(node) or node.target in (BEGIN, END) for node in nodes):
         return False
@@ -144,19 +146,19 @@ def _runs_alone(graph: fx.Graph, nodes: Set[fx.Node], read: Set[fx.Node]) -> boo
 
 
 def regions(graph: fx.Graph) -> set[fx.Node]:
-    """Where regions of another mode begin and end: what is made in one of them is so in another graph, too."""
+    """The nodes at which regions of another mode begin and end, which any graph of a part needs."""
     return {node for node in graph.nodes if node.target in _REGIONS}
 
 
 def memory_of(node: fx.Node) -> int | None:
-    """Which memory a value of a captured graph lives in."""
+    """A number for the memory of a value of a captured graph."""
     return storage_number(node.meta.get("example_value"))
 
 
 def graph_of(
     module: fx.GraphModule, nodes: Set[fx.Node], given: Sequence[fx.Node], made: Sequence[Any]
 ) -> fx.GraphModule:
-    """The graph of some nodes of a module, which takes values and gives others."""
+    """The graph of some nodes of a module, which takes some values and returns others."""
     graph = fx.Graph()
     known = {node: graph.placeholder(node.name) for node in given}
     for node in module.graph.nodes:
@@ -168,7 +170,7 @@ def graph_of(
 
 
 def _made(value: fx.Node) -> fx.Node:
-    """A value that a graph gives; a parameter as a copy, which the graph makes: its gradient comes to the graph."""
+    """A value for a graph to return; of a parameter a copy, so that its gradient passes through the graph."""
     if not isinstance(value.meta.get("example_value"), torch.nn.Parameter):
         return value
     copied = value.graph.call_function(torch.clone, (value,))

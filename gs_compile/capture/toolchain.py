@@ -1,9 +1,9 @@
-"""toolchain: what inductor asks of the C++ compiler and the processor once in a process, asked while a model is traced.
+"""toolchain: starts inductor's checks of the C++ compiler and the CPU while a model is traced.
 
-Before it loads its first code for a CPU, inductor has the compiler's versions printed and small programs loaded in
-processes of their own, one after the other, has the header of all its code read, and reads torch's sources: seconds in
-which this process waits for others. Here a thread waits in its place while Dynamo traces. Nothing else differs: what
-inductor finds out it keeps itself, in the process and on disk.
+Before inductor loads its first CPU code in a process, it prints the compiler's version, compiles and loads small
+programs in other processes, one after the other, precompiles its header, and hashes torch's sources: seconds of
+waiting. Here a thread does this while Dynamo traces. Nothing else changes: inductor caches the results itself, in the
+process and on disk.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ import torch
 
 from gs_compile.options import Options
 
-# The least that is loaded as all of inductor's kernels for a CPU are.
+# The smallest code that is compiled and loaded like inductor's CPU kernels.
 _KERNEL = '#include <torch/csrc/inductor/cpp_prefix.h>\nextern "C" void kernel(float* x) {}\n'
 
 
 def ask_for(device: torch.device, options: Options) -> None:
-    """Begin to ask, where a model with tensors on `device` may get inductor's code."""
+    """Start the checks, if a model with tensors on `device` may get inductor's code."""
     if device.type == "cpu" and options.expert.compiler != "eager":
         _asking()
 
 
 def wait() -> None:
-    """Return when what was asked is known: who asked the same beside the thread would change what that has in hand."""
+    """Return when the checks are done: running them in two threads at once would disturb their state."""
     if _asking.cache_info().currsize:
         _asking().join()
 
 
 @cache
 def _asking() -> Thread:
-    """The one thread of this process."""
+    """This process's only thread for the checks."""
     thread = Thread(target=copy_context().run, args=(_ask,), name="inductor's toolchain", daemon=True)
     thread.start()
     return thread
@@ -44,6 +44,6 @@ def _asking() -> Thread:
 def _ask() -> None:
     from torch._inductor.codecache import CppPythonBindingsCodeCache, torch_key
 
-    with suppress(Exception):  # which is met again, and told, where code is compiled
+    with suppress(Exception):  # the same error is raised again when code is compiled
         CppPythonBindingsCodeCache.load_pybinding(["float*"], _KERNEL)
         torch_key()

@@ -1,19 +1,20 @@
-"""tracing: what Dynamo would make a number or a break of, traced for this backend as something of the graph.
+"""tracing: changes to Dynamo, so that it traces into the graph what it would otherwise fix to a number or break at.
 
-* ``torch._check_tensor_all`` is traced as an ``assert`` is: its condition stays a tensor (`checks`).
+* ``torch._check_tensor_all`` is traced like an ``assert``: its condition stays a tensor (`checks`).
 * ``torch.nn.functional.ctc_loss`` gives a loss for each sample (`speech`).
 * ``if tensor: raise ...`` is such a check too.
-* A size in a text that has values of tensors beside it stays a symbol: nobody reads such a text while tracing.
-* ``torch.cat(list(x))`` is ``x.flatten(0, 1)``, so that the number of rows stays a symbol; a list of rows that is read
-  otherwise has its number, as Dynamo has it.
-* ``x.requires_grad_()`` of what the forward has made is ``x``, as where checkpointing asks it of embeddings; so is
-  ``x.requires_grad = True``, as in encoders of sound.
-* A whole number that the forward changes in a module, or in an object, dict or list that one has, as a count of its
-  calls, is a symbol: Dynamo would trace anew for each number, up to its limit.
-* What Lightning logs in a step that is compiled whole (`self.log`) it logs after the graph; it has Dynamo break there.
-* What ``x.item()`` gives is read after the graph, so a forward may return or store it, as a metric beside its loss.
-  Where something computes with one, Dynamo breaks at all of them.
-* The name of a line's function, for which Dynamo parses whole files, is found when a log has it: a tenth of a trace.
+* A size in a string that also has values of tensors stays a symbol: such a string is not read while tracing.
+* ``torch.cat(list(x))`` becomes ``x.flatten(0, 1)``, so that the number of rows stays a symbol. If a list of rows is
+  read otherwise, the number is fixed, as Dynamo does.
+* ``x.requires_grad_()`` on a value made by the forward is ``x``, as checkpointing does to embeddings; so is
+  ``x.requires_grad = True``, as in audio encoders.
+* An integer that the forward changes in a module, or in an object, dict or list of one, such as a count of calls, is a
+  symbol: Dynamo would trace again for each number, up to its limit.
+* What Lightning logs in a step that is compiled whole (`self.log`) is logged after the graph; Dynamo would break there.
+* The result of ``x.item()`` is read after the graph, so a forward may return or store it, such as a metric next to its
+  loss. If something computes with one, Dynamo breaks at all of them.
+* The name of a line's function, for which Dynamo parses whole files, is looked up only when a log needs it: this saves
+  a tenth of a trace.
 
 These are in force while Dynamo compiles a frame for this backend (`frame_settings`).
 """
@@ -56,17 +57,17 @@ from torch._logging._internal import LazyString
 from gs_compile.capture.internals import untraced
 from gs_compile.capture.speech import ctc_loss
 
-_LIGHTNING = ("pytorch_lightning.core.module", "lightning.pytorch.core.module")  # as it is installed alone, or not
+_LIGHTNING = ("pytorch_lightning.core.module", "lightning.pytorch.core.module")  # installed alone, or as a part
 _LOGS = ("log", "log_dict")
 _BEYOND = ("LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT", "STORE_", "RETURN_", "YIELD_")
-READ_LATER = "greedysnake_read_later"  # in the meta of an output: what comes after the graph reads its value
+READ_LATER = "greedysnake_read_later"  # in the meta of an output whose value is read after the graph
 _LIST: Any = getattr(builtin, "ListBuiltinVariable", builtin.BuiltinVariable)  # before 2.13 `list` has no own class
 
 
 def enter(stack: ExitStack, has_symbol: Callable[[str], bool]) -> None:
-    """Have these in force until `stack` is closed.
+    """Apply the changes until `stack` is closed.
 
-    has_symbol: whether numbers whose source ends so are symbols in this trace; in the next one they are.
+    has_symbol: whether integers whose source ends with a name are symbols in this trace; in the next one they are.
     """
     stores = {"STORE_ATTR": _store_attribute, "STORE_SUBSCR": _store_entry}
     instructions = _INSTRUCTIONS | {dis.opmap[name]: partial(store, has_symbol) for name, store in stores.items()}
@@ -106,7 +107,7 @@ def _assert(translator: Any, condition: VariableTracker) -> None:
 
 
 def _jump_over_raise(name: str, translator: Any, instruction: Any) -> None:
-    """A jump over nothing but a ``raise``, by the value of a tensor, is a check of that value."""
+    """Trace a jump that skips only a ``raise``, depending on a tensor's value, as a check of that value."""
     value = translator.stack[-1]
     if (
         _only_raises(translator, instruction)
@@ -121,7 +122,7 @@ def _jump_over_raise(name: str, translator: Any, instruction: Any) -> None:
 
 
 def _only_raises(translator: Any, instruction: Any) -> bool:
-    """Whether what a jump passes over does nothing but raise what no handler here catches; not of an ``assert``."""
+    """Whether what a jump skips only raises, without a handler in this function; false for an ``assert``."""
     following = translator.instructions[translator.instruction_pointer :]
     passed = list(takewhile(lambda each: each is not instruction.target, following))
     if not passed or passed[-1].opname != "RAISE_VARARGS" or passed[-1].exn_tab_entry is not None:
@@ -137,7 +138,7 @@ def _build_string(translator: InstructionTranslatorBase, instruction: Any) -> No
 
 
 def _unread(part: VariableTracker) -> VariableTracker:
-    """A size, as a part of a text, that is formatted if anybody reads the text."""
+    """A size that is part of a string, and is formatted only if the string is read."""
     value = part.original_value() if isinstance(part, LazyVariableTracker) and not part.is_realized() else None
     if isinstance(value, LazySymNodeFormatString):
         return StringFormatVariable(value.fmt_var.as_python_constant(), [value.sym_node_var], {})
@@ -145,7 +146,7 @@ def _unread(part: VariableTracker) -> VariableTracker:
 
 
 class _Rows(ListVariable):
-    """The rows of a tensor whose number is a symbol; an ordinary list as soon as anybody asks for its items."""
+    """The rows of a tensor whose number is a symbol; becomes an ordinary list as soon as its items are read."""
 
     def __init__(self, tensor: TensorVariable, translator: Any) -> None:
         VariableTracker.__init__(self, mutation_type=ValueMutationNew())
@@ -200,8 +201,8 @@ def _store_attribute(
 
 def _store_entry(has_symbol: Callable[[str], bool], translator: InstructionTranslatorBase, instruction: Any) -> None:
     value, holder, key = (each.unwrap() for each in translator.stack[-3:])
-    holder = holder.realize()  # which nobody may have read, as the store is about to do
-    entries: Any = getattr(holder, "_base_vt", None) or holder  # of a class of the user's, or of collections
+    holder = holder.realize()  # it may be unread; the store would read it anyway
+    entries: Any = getattr(holder, "_base_vt", None) or holder  # if its class is the user's, or of `collections`
     is_dict, is_list = isinstance(entries, ConstDictVariable), isinstance(entries, ListVariable)
     if (is_dict or is_list) and _is_of_module(entries) and key.is_python_constant():
         is_there = key in entries if is_dict else type(key.as_python_constant()) is int
@@ -213,7 +214,7 @@ def _store_entry(has_symbol: Callable[[str], bool], translator: InstructionTrans
 
 
 def _is_of_module(holder: VariableTracker) -> bool:
-    """Whether it is a module, or what one has: of numbers there Dynamo guards the values."""
+    """Whether it is a module or belongs to one: Dynamo guards the values of numbers there."""
     if holder.source is None:
         return False
     kind: Any = holder.source.guard_source
@@ -221,7 +222,7 @@ def _is_of_module(holder: VariableTracker) -> bool:
 
 
 def _restart_where_changed(has_symbol: Callable[[str], bool], name: str, before: Any, value: VariableTracker) -> None:
-    """Begin the trace again, with symbols for numbers whose source ends with `name`, where one gets another value."""
+    """If a number gets another value, restart the trace with symbols for integers whose source ends with `name`."""
     stays = type(before) is not int or (value.is_python_constant() and value.as_python_constant() == before)
     if not stays and not has_symbol(name):
         raise UnspecializeRestartAnalysis(restart_reason=f"greedysnake: {name} changes from call to call")
@@ -246,7 +247,7 @@ def _logged(method: Any, plain: Any, translator: Any, args: Any, kwargs: Any) ->
 
 
 class _Number(VariableTracker):
-    """The number that a tensor has, for what comes after the graph; refuse: called by what computes with it."""
+    """The number in a tensor, to be read after the graph; refuse: called if something computes with it."""
 
     def __init__(self, tensor: VariableTracker, refuse: Callable[..., NoReturn]) -> None:
         super().__init__()
@@ -258,7 +259,7 @@ class _Number(VariableTracker):
     def call_method(self, *_: Any) -> Any:
         self.refuse()
 
-    def bool_impl(self, *_: Any) -> Any:  # else it is an object, of which Dynamo knows no more, and so true
+    def bool_impl(self, *_: Any) -> Any:  # otherwise Dynamo takes it for an object, which is true
         self.refuse()
 
     def richcompare_impl(self, *_: Any) -> Any:
@@ -279,7 +280,7 @@ class _Number(VariableTracker):
 
 
 def _item(used: list[str], tensor: Any, plain: Any, *args: Any, **kwargs: Any) -> Any:
-    """used: why the trace has begun again, where something computes with a number: Dynamo then breaks at all."""
+    """used: not empty after a restart because something computes with a number: then Dynamo breaks at all of them."""
     translator: Any = InstructionTranslator.current_tx()
     if used or translator.one_graph or dynamo_config.capture_scalar_outputs:
         return plain(tensor, *args, **kwargs)

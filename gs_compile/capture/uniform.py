@@ -1,9 +1,9 @@
-"""uniform: which layers are one code, and what is bound to it in each.
+"""uniform: groups layers into classes of equal code.
 
-Two layers are of one class when their graphs are the same: operations, wiring, constants, and the shapes and dtypes
-of what they read. Parameters and side inputs are bound per layer, so alternating masks or rotary tables (gemma2) make
-no difference. Every class is compiled once, whatever the number of layers. Where blocks are cut into several layers, a
-layer is held against its like.
+Two layers are of one class if their graphs are the same: operations, wiring, constants, and the shapes and dtypes of
+what they read. Parameters and side inputs are bound per layer, so alternating masks or rotary tables (gemma2) make no
+difference. Every class is compiled once, whatever the number of layers. If blocks are cut into several layers, a layer
+is compared with the same part of block 0.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Uniform:
     cut: Split
     keys: tuple[Hashable, ...]  # of every unit, in the order of the split; equal keys are one class
     layer_classes: tuple[tuple[int, ...], ...]  # the layers of each class
-    differences: tuple[str, ...]  # how the first layer of each further class differs from layer 0, or from its like
+    differences: tuple[str, ...]  # how the first layer of each other class differs from layer 0, or from its part there
 
     @property
     def num_kinds(self) -> int:
-        """Kinds of blocks, all stacks together; joints are none."""
+        """The number of kinds of blocks in all stacks, without joints."""
         return sum(not self.cut.joints.issuperset(layers) for layers in self.layer_classes)
 
     @property
@@ -54,14 +54,14 @@ def uniform(cut: Split, captured: Captured) -> Uniform:
     members: dict[Hashable, list[int]] = {}
     for layer, key in enumerate(keys[1:-1]):
         members.setdefault((layer % cut.layers_per_block, key), []).append(layer)
-    new = {joint + 1 for joint in cut.joints} | cut.joints  # are not held against the layers of another stack
+    new = {joint + 1 for joint in cut.joints} | cut.joints  # are not compared with layers of another stack
     further = [layers[0] for layers in members.values() if layers[0] >= cut.layers_per_block and layers[0] not in new]
     differences = tuple(_difference(cut, layer, captured) for layer in further)
     return Uniform(cut, keys, tuple(map(tuple, members.values())), differences)
 
 
 def structure(unit: UnitGraph) -> Hashable:
-    """The key that two units of one class share; lengths count as what they follow from, not by their number."""
+    """A key that is equal for units of one class; lengths count by their expressions, not by their numbers."""
     inputs = tuple((source.kind, _spec_key(spec)) for source, spec in zip(unit.sources, unit.specs, strict=True))
     facts = unit.results, unit.is_joint, unit.differentiated  # no_grad differentiates nothing
     return (*facts, inputs, _graph_key(unit.module))
@@ -112,11 +112,11 @@ def _attribute_key(module: fx.GraphModule, name: str) -> Hashable:
     return id(value)
 
 
-# Telling the difference -----------------------------------------------------------------------------------------------
+# Describing the difference --------------------------------------------------------------------------------------------
 
 
 def _difference(cut: Split, layer: int, captured: Captured) -> str:
-    """Where `layer` first differs from layer 0, or from its like in block 0, in the user's names."""
+    """Where `layer` first differs from layer 0, or from the same part of block 0, in the user's names."""
     like = max((joint + 1 for joint in cut.joints if joint < layer), default=layer % cut.layers_per_block)
     first, second = cut.by_unit[like], cut.by_unit[layer]
     which = f"{layer_name(layer, cut.block_cut)} differs from {layer_name(like, cut.block_cut)}"
@@ -136,7 +136,7 @@ def _difference(cut: Split, layer: int, captured: Captured) -> str:
 
 
 def _operations(unit: UnitGraph) -> list[tuple[str, str]]:
-    """Each operation with its constants, and the module it is in."""
+    """Each operation with its constants, and the module that it is in."""
     rows = []
     for node in unit.module.graph.nodes:
         if node.op not in ("placeholder", "output"):

@@ -1,9 +1,9 @@
-"""vmapped: functions of single entries that a model maps over dimensions by ``torch.vmap``, as ordinary operations.
+"""vmapped: replaces functions of scalars that a model maps over dimensions by ``torch.vmap`` by broadcasting.
 
-Dynamo keeps what vmap does to its inputs and results as operations, with tensors between them whose dimensions are out
-of sight. Where a function takes scalars and makes scalars of them, entry by entry, as that of an attention mask takes
-the indices of a sample, a head, a query and a key, its operations broadcast: each input gets its own dimension, and
-vmap is not needed. Any other stays, which a block may have, and is refused where samples have to be told apart.
+Dynamo records what vmap does to its inputs and results as operations, with tensors between them that hide the mapped
+dimensions. If the function works on scalars, like that of an attention mask on the indices of a sample, a head, a query
+and a key, its operations can broadcast instead: each input gets its own dimension. Any other vmap stays; a block may
+have it, and it is refused where samples must be told apart.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ENTRY_BY_ENTRY = frozenset(
 
 
 def broadcast(module: fx.GraphModule) -> None:
-    """Have the functions of scalars that a graph maps over dimensions broadcast; others stay."""
+    """Make the functions of scalars that a graph maps over dimensions broadcast; others stay."""
     nests = _nests(module.graph)
     if not nests:
         return
@@ -43,7 +43,7 @@ def broadcast(module: fx.GraphModule) -> None:
 
 
 def _nests(graph: fx.Graph) -> list[list[fx.Node]]:
-    """What is between the outermost beginning and end of each vmap, these included."""
+    """The nodes from the beginning to the end of each outermost vmap, inclusive."""
     found, depth = list[list[fx.Node]](), 0
     for node in graph.nodes:
         is_begin, is_end = node.target is INNER, node.target is OUTER
@@ -88,13 +88,13 @@ def _broadcast(graph: fx.Graph, nodes: list[fx.Node]) -> None:
 
 
 def _level(node: fx.Node) -> int:
-    """The level of a beginning or an end: 1 is the outermost vmap's."""
+    """The nesting level of a vmap's beginning or end; the outermost is 1."""
     level: Any = node.args[2] if node.target is BEGIN else node.args[1]
     return int(level)
 
 
 def _is_of_scalars(node: fx.Node, *, is_last: bool) -> bool:
-    """Whether broadcasting does the same; of an end, too, behind which a dimension is in sight again."""
+    """Whether broadcasting gives the same result; also for a vmap's end, after which its dimension is visible again."""
     example, source = node.meta.get("example_value"), node.all_input_nodes[0]
     if not isinstance(example, torch.Tensor):
         return False
@@ -107,7 +107,7 @@ def _is_of_scalars(node: fx.Node, *, is_last: bool) -> bool:
 
 
 def _takes_entries(node: fx.Node) -> bool:
-    """Whether a table is read at one place for each of its dimensions."""
+    """Whether it indexes a table by one number for each dimension."""
     places: Any = node.args[1] if isinstance(node.args[1], list | tuple) else [node.args[1]]
     return all(isinstance(each, fx.Node) and each.meta["example_value"].dtype != torch.bool for each in places)
 
@@ -117,7 +117,7 @@ def _become(node: fx.Node, method: str, args: tuple[Any, ...]) -> None:
 
 
 def _made(node: fx.Node) -> Any:
-    """What an operation makes of the examples of its inputs."""
+    """The result of an operation on the example values of its inputs."""
 
     def example(each: fx.Node) -> Any:
         return each.meta["example_value"]

@@ -1,9 +1,9 @@
-"""whole_batch: what a loss computes of all samples at once, cut out of the head.
+"""whole_batch: what a loss computes from all samples at once, cut out of the head.
 
 A loss that balances experts is a product of means over all tokens, so no micro-batch has a share of it. But it reads
-nothing that is made for the head: what layers make beside their hidden states, the logits of routers, is there for all
-micro-batches before the head runs. `loss` puts `of_whole_batch` behind such values; what is before it runs once, on all
-samples, and the head of every micro-batch reads the result.
+only values that exist for all micro-batches before the head runs: routers' logits, which layers make besides their
+hidden states. `loss` puts `of_whole_batch` after such a value; what computes it runs once, on all samples, and the head
+of every micro-batch reads the result.
 """
 
 from __future__ import annotations
@@ -23,24 +23,23 @@ from gs_compile.program.ir import EPILOGUE
 
 
 def of_whole_batch(value: torch.Tensor) -> torch.Tensor:
-    """Stands in a graph behind a value that all samples make together."""
+    """Marks a value in a graph that is computed from all samples together."""
     return value
 
 
 @dataclass(frozen=True)
 class Whole:
-    """Values of the whole batch, and what they are made of, by names of nodes; equal for all sizes of the batch.
+    """Values of the whole batch and their sources, by names of nodes; the same for all batch sizes.
 
-    taps: what layers make, with the places among `Split.taps`.
+    taps: the layers' values among the sources, with their indices in `Split.taps`.
     """
 
     values: tuple[str, ...]
     taps: Mapping[str, int]
 
     def graph(self, module: fx.GraphModule) -> UnitGraph:
-        """The graph that makes them of taps and inputs of all samples. `module`: the model at that size, which changes.
-
-        A tap is the one of all micro-batches, along the dimension of its samples.
+        """The graph that computes the values from taps and inputs of all samples. A tap is that of all micro-batches,
+        joined along its samples. `module`: the model at the size of the whole batch; it is modified.
         """
         graph, named = module.graph, {node.name: node for node in module.graph.nodes}
         for name, index in self.taps.items():
@@ -52,7 +51,7 @@ class Whole:
 
 
 def placeholder(graph: fx.Graph, name: str, source: Source, value: fx.Node) -> fx.Node:
-    """A new input of a graph in the place of `value`."""
+    """A new input of a graph that replaces `value`."""
     with graph.inserting_before(next(iter(graph.nodes))):
         found = graph.placeholder(name)
     found.meta = {"spec": value.meta["spec"], "storage": storage_of(value), "source": source}
@@ -61,7 +60,7 @@ def placeholder(graph: fx.Graph, name: str, source: Source, value: fx.Node) -> f
 
 
 def makers(value: fx.Node, at: Mapping[fx.Node, int], layers: Collection[int]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """What a value is made of: nodes of layers, and inputs of the model. `at`: the unit of each node."""
+    """The sources of a value: nodes of layers, and inputs of the model. `at`: the unit of each node."""
     readers = needed_by([value], value.graph)
     beside, taps, inputs = {value}, list[fx.Node](), list[fx.Node]()
     for node in reversed([*readers]):
@@ -77,6 +76,6 @@ def makers(value: fx.Node, at: Mapping[fx.Node, int], layers: Collection[int]) -
 
 
 def is_of_samples(node: fx.Node) -> bool:
-    """Whether a value is a tensor with one dimension of samples, along which micro-batches are put together."""
+    """Whether a value is a tensor with one dimension of samples, along which micro-batches can be joined."""
     spec, runs = tensor_spec(node), node.meta.get("runs")
     return spec is not None and spec.is_sized and len(spec.batch_dims) == 1 and (runs is None or len(runs) == 1)

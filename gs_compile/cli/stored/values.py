@@ -44,7 +44,7 @@ class Values(FormerHomes):
         super().__init__(store, cast("Ranks | None", ranks))
 
     def bytes_of(self, name: str) -> Iterator[tuple[str, int, int]]:
-        """Each part that holds some of a parameter or of its state: its name, and where the bytes start and stop there."""
+        """Each part that holds some of a parameter or its state: its name, and where the bytes start and stop there."""
         span = self.spans[name]
         spans = dict.fromkeys((span, span.moment(1)[0]))
         for each, component in product(spans, (None, *range(len(self.setting.types[span.unit].state)))):
