@@ -17,7 +17,7 @@ from torch import Tensor
 Begin = Callable[[], Any]  # begins a collective, and returns torch's Work
 
 
-def shares(whole: Tensor, shard: Tensor, rank: int, group: Any) -> list[Begin]:
+def shares(whole: Tensor, shard: Tensor, rank: int, group: dist.ProcessGroup) -> list[Begin]:
     """The collectives that bring every rank's `shard`, one after the other, into `whole`; this rank's is copied here.
     They move bytes, as gloo refuses int16 and floats of 8 bits.
     """
@@ -27,7 +27,7 @@ def shares(whole: Tensor, shard: Tensor, rank: int, group: Any) -> list[Begin]:
     return [partial(dist.broadcast, part, group=group, group_src=at, async_op=True) for at, part in enumerate(parts)]
 
 
-def terms(rows: Sequence[Tensor], rank: int, group: Any) -> tuple[Begin, list[Tensor]]:
+def terms(rows: Sequence[Tensor], rank: int, group: dist.ProcessGroup) -> tuple[Begin, list[Tensor]]:
     """The collective that brings this rank's row of every rank's `rows`, and these rows, in the order of ranks. There
     are two ranks or more.
     """

@@ -373,7 +373,7 @@ def _may_grow(shape: Sequence[Any], dim: int | None) -> bool:
 def _own_and_others(
     shapes: Mapping[fx.Node, Sequence[Any]], dims: Mapping[fx.Node, int]
 ) -> tuple[set[sympy.Symbol], set[sympy.Symbol]]:
-    """The symbols of the dimensions with samples, and those of other dimensions except the first."""
+    """The symbols of the dimensions with samples, and those of all others but the first of inputs without samples."""
     own = _symbols(shapes[node][dim] for node, dim in dims.items())
     sizes = ((dim == dims.get(node, 0), size) for node, shape in shapes.items() for dim, size in enumerate(shape))
     return own, _symbols(size for is_first, size in sizes if not is_first)

@@ -83,7 +83,7 @@ OF_VECTORS = frozenset("norm vector_norm matrix_norm vecdot cross matmul multi_d
 ORDERING = {"sort": _LAST, "argsort": _LAST, "topk": (2, (-1,))}
 BY_INDICES = {**dict.fromkeys(PICKING, _LAST), **dict.fromkeys(("take", "take_along_dim"), (2, None))}
 LAST_DIMENSIONS = frozenset("layer_norm rms_norm native_layer_norm".split())  # as many of these as they are given
-# These read neighbours along the dimensions from this one on, or normalize over them.
+# These read neighbours along the dimensions from this one on, or normalise over them.
 OF_IMAGES = {
     **dict.fromkeys("unfold fold local_response_norm group_norm native_group_norm".split(), 1),
     **dict.fromkeys("instance_norm interpolate upsample upsample_nearest upsample_bilinear".split(), 2),
@@ -373,7 +373,7 @@ def _are_samples(spec: TensorSpec, dims: tuple[int, ...]) -> bool:
 
 
 def _neighbours(node: fx.Node, name: str, rank: int) -> tuple[int, ...]:
-    """The dimensions along which entries are read or normalized together, such as an image's and its channels'."""
+    """The dimensions along which entries are read or normalised together, such as an image's and its channels'."""
     if name in ("pad", "constant_pad_nd"):
         pad: Any = node.kwargs.get("pad", node.args[1] if len(node.args) > 1 else ())
         return tuple(-1 - index // 2 for index, number in enumerate(pad) if number)

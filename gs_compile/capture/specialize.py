@@ -304,7 +304,7 @@ def _of_one(squeeze: fx.Node) -> tuple[int, ...]:
 
 
 def storage_number(example: Any) -> int | None:
-    """A number for the memory of a value, to recognize views and in-place results of one tensor."""
+    """A number for the memory of a value, to recognise views and in-place results of one tensor."""
     if not isinstance(example, torch.Tensor) or example.layout != torch.strided:
         return None
     if torch._C._functorch.is_functorch_wrapped_tensor(example):  # inside a vmap: it has no memory of its own

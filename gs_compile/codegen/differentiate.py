@@ -180,7 +180,7 @@ class Differentiated:
         """`ask` of the code for all lengths (`code`, or the first that holds for these); None: there is none."""
         if self._sizes or code is self or self.common.refusal:
             return None
-        if min(self._lengths, default=0) < 2:  # torch specializes on 0 and 1
+        if min(self._lengths, default=0) < 2:  # torch specialises on 0 and 1
             return None
         try:
             code = code or next((known for known in self.common.codes if known._holds(self._lengths)), None)

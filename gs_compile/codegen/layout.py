@@ -109,7 +109,7 @@ def _runs(
     alike: Run,
     spans: Mapping[int, Slice],
     matrices: Mapping[int, Matrices] | None,
-    mine: Callable[..., Iterator[Owned]],
+    mine: Callable[[int, int], Iterator[Owned]],
 ) -> Iterator[Run]:
     """This rank's part of parameters with equal settings. With an optimizer that orthogonalizes, each parameter has
     its own runs, and a matrix is whole.

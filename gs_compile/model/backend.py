@@ -92,7 +92,7 @@ def greedysnake(
     if is_in_hook():
         raise SkipFrame("a hook runs as it is written")
     watch().forget()
-    checked = Options.of({"storage": "/"})  # of what is refused: it stores nothing, and the default is not everybody's
+    checked = Options.of({"storage": "/"})  # for a refused graph: it stores nothing, and the default may fail
     try:
         checked = check(mode=mode, options=options)
         captured, ahead = cut_ahead(capture(module, example_inputs, partial(_detach, options=checked)))
@@ -112,10 +112,10 @@ class _Run:
     module: fx.GraphModule
     options: Options
     compilation: Compilation | None
-    begin: Callable[..., Any]
+    begin: Callable[[Sequence[Any], Ranks | None], Call]
     ahead: Ahead | None = None
-    is_new: bool = field(default=True, init=False)  # no call of it has succeeded
-    is_as_written: bool = field(default=False, init=False)  # an evaluation of what is no model in layers
+    is_new: bool = field(default=True, init=False)  # until a call has succeeded
+    is_as_written: bool = field(default=False, init=False)  # an evaluation that cannot be cut into layers
     tail: Tail | None = field(default=None, init=False)  # the code that runs after the model, on all samples at once
 
     def run(self, *args: Any) -> list[Any]:
@@ -169,7 +169,7 @@ class _Run:
         """The call, before anything has run. If outputs do not separate, their code becomes the model's tail."""
         found = None
         try:
-            return self.begin(args, ranks)  # type: ignore[no-any-return]
+            return self.begin(args, ranks)
         except SeparationError as error:
             if self.tail is None and self.compilation is not None:
                 found = self.compilation.without_tail(sizes_of(self.compilation, args))
