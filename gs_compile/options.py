@@ -112,9 +112,10 @@ class Expert:
     masters: where the fp32 masters of parameters in bf16 are stored. "split": the parameter is the upper half, and the
         state has the lower one. "whole": the state has all of it. Both give bitwise the same values. None: split, or
         whole where that is faster.
-    threads: of the optimizer on the CPU. None: half of the process's threads; with a GPU, all cores but two.
+    threads: the number of threads of the optimizer on the CPU. None: half of the process's threads; with a GPU, all
+        cores but two.
     piece_tokens: the head and its loss run on this many tokens at a time, so that the logits of a micro-batch never
-        exist. 0: on all. None: on as many as need no more memory than a layer, if all of them need more.
+        exist. 0: on all. None: all; if these need more memory than a layer, as many as do not.
     layer_tokens: everything in a layer except attention runs on this many tokens at a time, for sequences whose layer
         would need too much memory; such a layer saves only its input. 0: on all. None: chosen on a device with its own
         memory, else all.

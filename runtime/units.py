@@ -25,8 +25,7 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One slice of the batch: its code, its slices of the batch inputs (by input index), and its share of the samples.
-    """
+    """One slice of the batch: its code, its slices of the batch inputs (by index), and its share of the samples."""
 
     split: Split  # at this size
     codes: Mapping[Unit, UnitCode]

@@ -68,8 +68,7 @@ def encode_ahead(
 
 
 def _have_updates_wait(base: Any) -> None:
-    """Before the first step: the encoder's gradients count for clipping, so updates wait, also in steps without images.
-    """
+    """Before the first step: an encoder's gradients count for clipping, so all updates wait, even without images."""
     decoder, head = (getattr(base, f"get_{part}", lambda: None)() for part in ("decoder", "output_embeddings"))
     others = {each for part in (decoder, head) if part is not None for each in part.parameters()}
     trained = [each for each in base.parameters() if each.requires_grad and each not in others] if others else []

@@ -36,8 +36,7 @@ def overlapping(tensors: Mapping[str, Tensor], matters: Callable[[str, str], boo
 
 
 def refuse_overlaps(inputs: Sequence[Input], args: Sequence[Any]) -> None:
-    """Raise OptimizerError if, among the arguments of a first call, another tensor shares a trained parameter's memory.
-    """
+    """Raise OptimizerError if, among the arguments of a call, another tensor shares a trained parameter's memory."""
     named = {entry.path: arg for entry, arg in zip(inputs, args, strict=True) if isinstance(arg, Tensor)}
     trained = {name for name, arg in named.items() if is_offloaded(arg) and arg.requires_grad}
     here = {name: values for name, arg in named.items() if (values := _in_memory(arg)) is not None}

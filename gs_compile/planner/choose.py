@@ -42,8 +42,7 @@ GOOD_ENOUGH = 1.03  # times the LP's seconds with the same memory: then nothing 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A solution, and the simulation of its step program; less: by tier, the bytes that the linear program did not get.
-    """
+    """A solution, and the simulation of its program; less: by tier, the bytes that the linear program did not get."""
 
     solution: Solution
     simulation: Simulation
@@ -59,8 +58,7 @@ class Candidate:
 
 
 def choose(problem: Problem) -> StepPlan:
-    """The plan that follows from the linear program's best. Raises `MemoryBudgetError` if no program keeps the budgets.
-    """
+    """The plan that follows from the best solution. Raises `MemoryBudgetError` if no program keeps the budgets."""
     steps, is_small, found = problem.steps, is_small_step(problem), _to_finish(problem, problem.best)
     finished = [boundary.with_boundary(steps, each.simulation, is_small=is_small) for each in found]
     chosen, simulation = min(zip(found, finished, strict=True), key=lambda pair: pair[1].seconds)

@@ -39,8 +39,7 @@ SAME = 0.1  # of host memory, by which a budget that follows from the free memor
 def fingerprint(
     options: Options, sizes: Sequence[UnitSize], layouts: Sequence[SpecializedModel], shape: StepShape, *settled: Any
 ) -> str:
-    """A hash of everything that a plan depends on, except what is measured. settled: further facts, as text or numbers.
-    """
+    """A hash of all that a plan depends on, except what is measured. settled: further facts, as text and numbers."""
     batches = activations(layouts)
     settled_options = replace(options, group=None, mesh=None, resume=None, progress=None, report=None, status=None)
     facts = settled_options, sizes, batches, shape, settled, __version__

@@ -207,8 +207,7 @@ def base_model(model: Any) -> Any:
 
 
 def repeated(model: nn.Module) -> nn.ModuleList | nn.Sequential | None:
-    """The list of more than `DEPTH` equal modules that is not inside another such list; None: there is not exactly one.
-    """
+    """The list of more than `DEPTH` equal modules outside any other such list; None: there is not exactly one."""
     stacks = list(_stacks(model))
     return stacks[0] if len(stacks) == 1 else None
 

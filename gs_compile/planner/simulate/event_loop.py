@@ -32,7 +32,7 @@ class Times(NamedTuple):
 class LaneRule:
     """How a machine runs programs.
 
-    speeds: the first lane's speed while the second runs, as a fraction of its speed alone. With several lanes, speeds of
+    speeds: the first lane's speed while the second runs, as a fraction of its speed alone. With several, speeds of
         a transfer or an update multiply; computation, which has most of the threads, has its lowest.
     inline: the issue loop itself computes.
     op_seconds: the time that the issue loop takes to issue an operation.
