@@ -99,7 +99,9 @@ def test_models_that_share_its_code_have_inputs_of_their_own():
         torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("use", [its_own_term, alone, pytest.param(evaluated, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "use", [its_own_term, *(pytest.param(use, marks=pytest.mark.slow) for use in (alone, evaluated))]
+)
 def test_how_a_loss_of_routers_is_used(use):
     both_ways(balanced() if use is alone else in_memory(), use, tolerance=2e-6)
 
@@ -227,7 +229,10 @@ def times_the_head(first, second, x, weight):
     return first.std() * (x * weight).square().mean() + weight.sum() * second.var()
 
 
-@pytest.mark.parametrize("term", [of_one_layer, product_of_means, ranked_over_the_batch, times_the_head])
+OF_ONE_LAYER = pytest.param(of_one_layer, marks=pytest.mark.slow)  # the fast one is micro-batch by micro-batch, below
+
+
+@pytest.mark.parametrize("term", [OF_ONE_LAYER, product_of_means, ranked_over_the_batch, times_the_head])
 def test_terms_of_all_samples(term):
     both_ways(Gated(term), scaled)
 

@@ -175,13 +175,19 @@ def wanted(storage):
     return trained(shared(), storage, alpha=0.3)
 
 
-@pytest.mark.parametrize("detour", [False, True])
+FAILURES = [
+    (freezing, "bring_out", 2, KeyboardInterrupt()),
+    (engine, "open_tiers", 0, StorageFullError("full")),
+    (engine, "move_in", 0, StorageFullError("full")),
+]
+
+
 @pytest.mark.parametrize(
-    ("owner", "name", "index", "error"),
+    ("owner", "name", "index", "error", "detour"),
     [
-        (freezing, "bring_out", 2, KeyboardInterrupt()),
-        (engine, "open_tiers", 0, StorageFullError("full")),
-        (engine, "move_in", 0, StorageFullError("full")),
+        *((*failure, False) for failure in FAILURES),
+        *(pytest.param(*failure, True, marks=pytest.mark.slow) for failure in FAILURES[:-1]),
+        (*FAILURES[-1], True),
     ],
 )
 def test_a_schedule_that_fails_to_begin_costs_nothing(owner, name, index, error, detour, wanted, tmp_path):

@@ -117,17 +117,23 @@ def trained(model, optimizer, loss_of=of_loss):
     return torch.stack(losses).detach(), {name: value.clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("name", OURS)
+IDLE = {  # by the model: the loss, and names of what gets no gradient
+    Model: (of_loss, "score"),
+    TwoResults: (of_first, "blocks.2.audio of_audio"),
+    Logging: (of_loss_alone, "seen kind"),
+}
+
+
 @pytest.mark.parametrize(
-    ("make", "loss_of", "names"),
-    [
-        (Model, of_loss, "score"),
-        (TwoResults, of_first, "blocks.2.audio of_audio"),
-        (Logging, of_loss_alone, "seen kind"),
+    ("make", "name"),
+    [  # each model, and each optimizer
+        pytest.param(make, name, marks=[pytest.mark.slow] * (make is not Model and name != "AdamW"))
+        for make in IDLE
+        for name in OURS
     ],
 )
-def test_what_never_gets_a_gradient_stays_as_it_is(make, loss_of, names, name, tmp_path):
-    model = make()
+def test_what_never_gets_a_gradient_stays_as_it_is(make, name, tmp_path):
+    (loss_of, names), model = IDLE[make], make()
     first, plain = copy.deepcopy(model.state_dict()), copy.deepcopy(model)
     losses, values = trained(plain, torch.optim.AdamW(plain.parameters(), **SETTINGS), loss_of)
     optimizer = OURS[name](model.parameters())
@@ -213,7 +219,7 @@ def unfreeze(model, optimizer, firsts, start=0):
 @pytest.mark.parametrize("firsts", [(1, 1, 1, 0), pytest.param((1, 1, 0, 0), marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "how",
-    ["state dicts", "resume", *(pytest.param(each, marks=pytest.mark.slow) for each in ("the option", "freezing"))],
+    ["resume", *(pytest.param(each, marks=pytest.mark.slow) for each in ("state dicts", "the option", "freezing"))],
 )
 def test_what_had_no_gradient_so_far_takes_its_first_step_where_training_goes_on(how, firsts, tmp_path):
     """Fault: nobody knew that it had missed steps, in another process or where another parameter was frozen."""

@@ -38,6 +38,7 @@ def cases():
     for name in MODELS:
         for size in (BATCH, 3, 1):  # 1, 2 and 5 micro-batches; the second of two is smaller
             slow = name not in VARIED or (size != 3 and (name, size) != ("plain", 1))  # whole: test_batches.py
+            slow = slow or name == "llama"  # which the test of bf16 has
             yield pytest.param(name, size, id=f"{name}-{-(-BATCH // size)}", marks=[pytest.mark.slow] * slow)
 
 

@@ -44,8 +44,8 @@ def learned(model, optimizer, batches):
     [
         ((2, 0, 3, 1), (1, 1, 1, 2), (4, 3)),
         ((2, 0, 1), (1, 2, 0, 1)),  # as many samples as positions have rows
-        ((1, 0, 2, 1), (3, 0, 2, 2)),  # as many samples as rows
-        ((1, 2, 0, 3, 1, 0), (3, 3, 3)),  # as many as tokens
+        pytest.param(((1, 0, 2, 1), (3, 0, 2, 2)), marks=pytest.mark.slow),  # as many samples as rows
+        pytest.param(((1, 2, 0, 3, 1, 0), (3, 3, 3)), marks=pytest.mark.slow),  # as many as tokens
         ((3,), (1, 2, 2)),
     ],
 )

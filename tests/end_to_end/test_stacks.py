@@ -427,17 +427,8 @@ def losses_and_values(model, optimizer):
     return [*losses, *(value.clone() for value in model.state_dict().values())]
 
 
-SLOW = {
-    Residuals,
-    Pairs,
-    Named,
-    Universal,
-    Neighbour,
-    SharedBias,
-    Container,
-    Encoder,
-    Decoder,
-}  # of each, another case has more in it
+# Of each, another case has more in it; of two streams, test_two_tensors.py.
+SLOW = {Residuals, Pairs, Named, Universal, Neighbour, SharedBias, FirstValues, TwoStreams, Container, Encoder, Decoder}
 
 
 @pytest.mark.parametrize(

@@ -88,8 +88,16 @@ def batch(number=0):
     return torch.randint(20, (SAMPLES, TOKENS)), torch.randn(SAMPLES, WIDTH, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("loss", [contrastive, masked, spread, centred_in_place, in_bf16, scaled_without_gradient])
-@pytest.mark.parametrize("wanted", ["all", "loss"])
+LOSSES = (contrastive, masked, spread, centred_in_place, in_bf16, scaled_without_gradient)
+
+
+@pytest.mark.parametrize(
+    ("loss", "wanted"),
+    [
+        *((loss, "all") for loss in LOSSES),
+        *(pytest.param(loss, "loss", marks=[pytest.mark.slow] * (loss is not contrastive)) for loss in LOSSES),
+    ],
+)
 def test_it_is_that_of_the_whole_batch(loss, wanted):
     model = Pairs(loss).double()
     plain = copy.deepcopy(model)

@@ -159,10 +159,10 @@ def trained(model, optimizer, tokens):
 @pytest.mark.parametrize(
     ("build", "tokens", "joint"),
     [
-        (TwoKinds, 3, None),
+        pytest.param(TwoKinds, 3, None, marks=pytest.mark.slow),
         (partial(TwoKinds, 5), 6, None),  # as many tokens of text as of image; the blocks of one tensor have most nodes
         pytest.param(OneList, 3, None, marks=pytest.mark.slow),
-        (JoinedBetween, 3, None),
+        pytest.param(JoinedBetween, 3, None, marks=pytest.mark.slow),  # as the last one
         pytest.param(NormedBetween, 3, LAYERS, marks=pytest.mark.slow),
         (Refined, 3, 2),
     ],

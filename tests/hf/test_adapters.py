@@ -96,8 +96,12 @@ def test_the_same_curves_and_weights(name, trainer, tmp_path):
     assert distance(mine.learned, theirs.learned) < 1e-5
 
 
+@pytest.mark.slow
 def test_frozen_weights_are_never_written(trainer):
-    """What is written, beside checkpoints, are the trained parameters and their two states, in whole quanta."""
+    """What is written, beside checkpoints, are the trained parameters and their two states, in whole quanta.
+
+    Fast tests have it in test_trl.py, of parameters.
+    """
     optimizer = trainer.optimizer.optimizer
     num_trained = sum(unit.num_trained for unit in optimizer.engine.placement.units)
     trained = [parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad]
@@ -137,9 +141,10 @@ def test_a_run_goes_on_from_its_checkpoint(trainer, tmp_path):
     torch.testing.assert_close(again.learned, trainer.learned, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_adapters_are_switched_off_and_merged(trainer):
-    """Without its adapter it is the model that it was; merged, it computes what it computed."""
+    """Without its adapter it is the model that it was; merged, it computes what it computed: as those of the next test."""
     model, ids = trainer.model.eval(), torch.arange(10)[None]
     with_adapter = model(input_ids=ids).logits
     with model.disable_adapter():

@@ -56,7 +56,15 @@ def batch(*sizes):
 
 @pytest.mark.parametrize(
     ("trains_images", "bound", "on_storage"),
-    [(False, None, False), (False, 0.05, True), (True, None, False), (True, 0.05, False), (True, 0.05, True)],
+    [
+        (False, 0.05, True),
+        (True, None, False),
+        (True, 0.05, True),
+        *(
+            pytest.param(trains, bound, False, marks=pytest.mark.slow)
+            for trains, bound in ((False, None), (True, 0.05))
+        ),
+    ],
 )
 def test_it_learns_what_it_learns_in_plain_pytorch(tmp_path, trains_images, bound, on_storage):
     """Faults: an encoder that is trained was refused with a bound, as its gradients come behind the model's, and in a

@@ -218,7 +218,7 @@ class Checked(Halved):
 
 
 @pytest.mark.parametrize("wrong", [0, 1])
-@pytest.mark.parametrize("sizes", [(5, 4, 5, 4), (4, 5, 4)])
+@pytest.mark.parametrize("sizes", [(5, 4, 5, 4), pytest.param((4, 5, 4), marks=pytest.mark.slow)])
 def test_an_exception_of_the_forward_arrives_as_itself_and_the_next_batch_trains(tmp_path, wrong, sizes):
     """Faults: it was a GraphBreakError where a block had been captured, and from a bad batch on the model ran as plain
     PyTorch does, so that a run on the tiers was over.

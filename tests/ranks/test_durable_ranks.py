@@ -197,7 +197,7 @@ def commits_what_is_new(info, tmp_path, dies_at=None):
     return None
 
 
-@pytest.mark.parametrize("dies_at", [manifest.NEXT, manifest.NAME])
+@pytest.mark.parametrize("dies_at", [pytest.param(manifest.NEXT, marks=pytest.mark.slow), manifest.NAME])
 def test_ranks_go_on_from_one_of_two_commits_of_a_step(dies_at, pair, tmp_path):
     """Fault: one rank took the first and another the second, or all the first, whose files were then all that stayed,
     under the name of the second.
