@@ -176,6 +176,20 @@ def test_samples_that_are_the_tensors_of_a_list():
     compile_model(Listed(), 5)(rows)[1].backward()  # a remedy of the message
 
 
+def test_samples_of_different_lengths_that_are_the_tensors_of_a_list():
+    """Fault: the tokens of the first were cut, and the loss had the others in each micro-batch, without a word."""
+
+    class Padded(GPT):
+        def forward(self, rows):
+            ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+            return super().forward(ids, ids)
+
+    rows = [row[:length] for row, length in zip(batch()[0], (6, 2, 2, 1), strict=False)]
+    message = refused(CaptureError, Padded(lambda: torch.nn.Linear(WIDTH, WIDTH)), rows)
+    assert message.startswith("the samples of the batch are the 4 tensors of rows, and micro-batches are cut from ")
+    assert message.endswith("as torch.stack or pad_sequence makes it, or set micro_batch_size to 6")
+
+
 def reduced_in_place(losses):
     dist.all_reduce(losses)
     return losses

@@ -15,13 +15,14 @@ _LISTED = re.compile(r"(.+)\[\d+\]")
 def listed_samples(captured: Captured) -> tuple[str, int]:
     """The list whose tensors the model joins along dimension 0, and their number; 0: the samples are not in a list.
 
-    They are not if another input has the batch, such as labels: a list may also hold parts of one sample.
+    They are not if another input has the batch, such as labels: a list may also hold parts of one sample. Nor are they
+    if all of its tensors have the batch's rows, as several views of each sample.
     """
-    if captured.batch_symbols:  # of a tensor's rows
-        return "", 0
     lists = {entry.name: _list_of(entry.path) for entry in captured.inputs if entry.role in ("batch", "constant")}
     batches = {lists[name] for name in captured.names("batch")}
     path = batches.pop() if len(batches) == 1 else ""
+    if captured.batch_symbols and path not in (lists[name] for name in captured.names("constant")):
+        return "", 0
     read: dict[fx.Node, frozenset[str]] = {}  # which tensors of the list an operation has read
     joined = 0
     for node in captured.module.graph.nodes if path else ():

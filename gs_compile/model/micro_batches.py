@@ -70,11 +70,12 @@ def _lengths(compilation: Compilation, batch_size: int) -> list[int]:
     """
     size = compilation.options.micro_batch_size
     path, number = compilation.listed
-    if number > size and not compilation.schedule.whole_batch:
+    most = max(number, batch_size) if number else 0
+    if most > size and not compilation.schedule.whole_batch:
         raise CaptureError(
             f"the samples of the batch are the {number} tensors of {path}, and micro-batches are cut from dimension 0 "
             f"of tensors, so none can be of {size}: give the model one tensor that has all samples along dimension 0, "
-            f"as torch.stack makes it, or set micro_batch_size to {number}"
+            f"as torch.stack or pad_sequence makes it, or set micro_batch_size to {most}"
         )
     if batch_size <= size or compilation.schedule.whole_batch:
         return [batch_size]
