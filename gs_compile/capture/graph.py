@@ -29,6 +29,8 @@ from gs_compile.program.ir import EPILOGUE, Unit
 # the value of a symbolic dimension.
 Role = Literal["parameter", "buffer", "batch", "constant", "size"]
 
+# In Dynamo's path to what a function refers to: by its closure, as a bound method, or as a partial.
+_REFERENCE = r"(?:cell_contents|__self__|args\[\d+\]|keywords\[[^]]*\])"
 Block = tuple[str, int]  # a repeated block of the model: its stack's path, such as "model.layers", and its index there
 
 
@@ -419,6 +421,8 @@ def module_path(path: str) -> str:
     """A path in Dynamo's `nn_module_stack`, ``L['self'].layers['3'].mlp``, as ``layers.3.mlp``.
 
     For a class with a `__getattr__`, as in diffusers, it is ``L['self'].__dict__['_modules']['layers']``.
+    What a hook of a module refers to, such as the model, is no part of that module.
     """
+    path = re.sub(rf"^.*_hooks\[.*{_REFERENCE}", "L['self']", path)
     name = re.sub(r"^L\['\w+'\]\.?", "", re.sub(r"\.(__dict__\['_modules'\]|_modules)(?=\[)", "", path))
     return re.sub(r"\.?\['(\w+)'\]", r".\1", name).lstrip(".")

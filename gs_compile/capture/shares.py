@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from gs_compile.capture.dealing import IS_EXACT, ONE_PLACE_EACH, operands
-from gs_compile.capture.graph import LossTerm, Source, TensorSpec, at_line, origin, source_line
+from gs_compile.capture.graph import LossTerm, Source, TensorSpec, at_line, block_of, origin, source_line
 from gs_compile.capture.operations import WEIGHTED_LOSSES, operation
 from gs_compile.capture.whole_batch import of_whole_batch
 
@@ -52,6 +52,8 @@ class ShareEditor:
         fraction = self._fraction(like)
         with self.graph.inserting_before(before):
             share = self._new(torch.mul, (fraction, value), like=like)
+        if block_of(before) is None:  # else it would be one of the block that has made the mean
+            share.meta.pop("nn_module_stack", None)
         self.states[share] = State("sum", self.states[value].from_inputs if isinstance(value, fx.Node) else True)
         return share
 

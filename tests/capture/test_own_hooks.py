@@ -37,6 +37,36 @@ def test_hooks_that_come_later_are_called(on_all):
         torch.testing.assert_close(model(ids)[0], before)
 
 
+class Watched(GPT):
+    def __init__(self):
+        super().__init__(num_layers=3)
+        self.means = {}
+
+    def note(self, number, module, args, output):
+        self.means[number] = output.detach().mean()
+
+
+@pytest.mark.parametrize("refers", ["by its closure", "as a bound method"])
+def test_a_hook_may_keep_a_mean_of_what_each_block_makes(refers):
+    """Fault: shares of the means, and what the hook's model has beside its blocks, were taken for blocks."""
+
+    def hooked(model):
+        for number, block in enumerate(model.blocks):
+            by_closure = partial(lambda number, *given: model.note(number, *given), number)
+            block.register_forward_hook(by_closure if "closure" in refers else partial(model.note, number))
+        return model
+
+    model, plain = compile_model(hooked(Watched()), 2), hooked(Watched())
+    for each in (model, plain):
+        train(each, *batch())
+    assert {number: each.item() for number, each in model.means.items()} == pytest.approx(
+        {number: each.item() for number, each in plain.means.items()}, abs=1e-6
+    )
+    assert_same_gradients(gradients(model), gradients(plain))
+    (compilation,) = compilations_of[model.head.weight]
+    assert {each.split.num_layers for each in compilation.models.values()} == {3}
+
+
 class Replaced(zoo.Block):
     def forward(self, x):
         return zoo.Block.forward(self, x)
