@@ -6,16 +6,18 @@ what it reads, but nothing that outlives it or that other units read.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from keyword import iskeyword
 from typing import Any
 
+import torch
 from torch import fx
 from torch.nn import functional
 
-from gs_compile.capture.graph import source_line
+from gs_compile.capture.graph import block_of, origin, source_line
 from gs_compile.capture.internals import tree_leaves
-from gs_compile.capture.operations import arguments_of, is_free, named, operation, spelling
+from gs_compile.capture.operations import arguments_of, is_free, named, operation, spelling, tensor_spec
 from gs_compile.errors import MutationError
 
 IN_PLACE_OPERATORS = frozenset(
@@ -74,6 +76,51 @@ def changed(nodes: Iterable[fx.Node]) -> Set[int | None]:
 def is_changed(value: fx.Node) -> bool:
     """Whether a later operation changes a value's memory in place."""
     return storage_of(value) in changed(node for node in value.graph.nodes if value < node)
+
+
+def change_copies(graph: fx.Graph) -> None:
+    """Have changes in place from the first block on change copies of what another block, or what is between them, has
+    made, as the log determinant of a flow in ``log_det += each``: the values before and after are then two, and
+    each may be handed on. What somebody reads by an older name later stays as it is.
+    """
+    held = defaultdict[int | None, list[fx.Node]](list)  # by memory
+    for node in graph.nodes:
+        held[storage_of(node)].append(node)
+    latest: fx.Node | None = None  # of a block
+    for change in list(graph.nodes):
+        latest = change if block_of(change) is not None else latest
+        values = mutated(change)
+        memory = storage_of(values[0]) if len(values) == 1 else None
+        if latest is not None and memory is not None and _may_be_copied(values[0], change, held[memory], latest):
+            later = [each for each in held[memory] if not each < change]
+            held[memory] = [each for each in held[memory] if each < change]
+            held[fresh := -len(held)] = [_copied_for(change, values[0]), *later]  # no address is negative
+            for each in held[fresh]:
+                each.meta["storage"] = fresh
+
+
+def _may_be_copied(value: fx.Node, change: fx.Node, held: Sequence[fx.Node], latest: fx.Node) -> bool:
+    """Whether a change is to be that of a copy. held: what is in the value's memory, in the order of the graph; latest:
+    the last node of a block by then.
+
+    Single numbers are no rows, and those that are added up are moved (`arrange.postpone_sums`).
+    """
+    spec, block, maker = tensor_spec(value), block_of(change), held[0]
+    is_fit = spec is not None and bool(spec.shape) and spec.is_sized and spec.is_dense
+    is_own = is_free(maker) or (latest < maker if block is None else block_of(maker) == block)
+    older = (user for each in held if each is not value and each < change for user in each.users)
+    return is_fit and not is_own and not any(change < user for user in older)
+
+
+def _copied_for(change: fx.Node, value: fx.Node) -> fx.Node:
+    """A copy of a value, for what changes it and all that reads it later, which reads the result if there is one."""
+    with value.graph.inserting_before(change):
+        copied = value.graph.call_function(torch.clone, (value,))
+    copied.meta = {**origin(change), "spec": value.meta["spec"], "runs": value.meta.get("runs"), "batch_numbers": {}}
+    if storage_of(change) == storage_of(value):
+        value.replace_all_uses_with(change, delete_user_cb=lambda user: change < user)
+    value.replace_all_uses_with(copied, delete_user_cb=lambda user: not user < change)
+    return copied
 
 
 def refuse_changes(

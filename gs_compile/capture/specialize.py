@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 
 from gs_compile.capture.exchange import ends_exchange
 from gs_compile.capture.graph import Captured, Length, Source, TensorSpec, at_line, graph_module, origin
-from gs_compile.capture.in_place import mutated
+from gs_compile.capture.in_place import change_copies, mutated
 from gs_compile.capture.internals import tree_leaves
 from gs_compile.capture.operations import CHOOSING, operation
 from gs_compile.capture.sample_layout import sample_layout
@@ -54,6 +54,7 @@ def specialize(captured: Captured, micro_batch_size: int, sizes: Mapping[str, in
     places = {entry.name: index for index, entry in enumerate(captured.inputs)}
     for node in result.graph.find_nodes(op="placeholder"):
         node.meta["source"] = Source("input", places[node.name])
+    change_copies(result.graph)
     result.graph.lint()
     return result
 

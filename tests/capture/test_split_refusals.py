@@ -179,14 +179,25 @@ def test_a_table_that_renorms_its_rows():
     assert "changes its input or buffer `l_self_modules_embed_parameters_weight_`" in refused(MutationError, model)
 
 
-def test_a_side_input_changed_in_place():
-    class Changing(Reading):
-        def forward(self, x, side):
-            side.add_(1)
-            return super().forward(x, side)
+class Changing(Reading):
+    def forward(self, x, side):
+        side.add_(1)
+        return super().forward(x, side)
 
+
+def test_a_side_input_changed_in_place():
+    """Each layer changes a copy, and hands that on."""
+    torch.manual_seed(0)
     model = Sides(lambda model, x, ids: [ids.float()[..., None].cos()], [[0], [0], [0]], Changing)
-    message = refused(MutationError, model)
+    assert_units_equal_the_model(model, *batch(4))
+
+
+def test_a_side_input_changed_in_place_and_read_by_an_older_name():
+    def made(model, x, ids):
+        side = ids.float()[..., None].cos()
+        return [side, side[:]]
+
+    message = refused(MutationError, Sides(made, [[0], [1], [0]], Changing))
     assert re.search(
         r"`\w+` is read by several units and changed in place at .*side.add_\(1\); use the out-of-place form", message
     )
@@ -226,8 +237,30 @@ def test_an_operator_that_writes_to_what_it_is_given_is_no_dead_code():
 
 
 def test_a_returned_layer_input_changed_in_place():
-    """The glue goes with the next layer, which changes a copy; the user would see the change."""
-    message = refused(MutationError, Any(2, None, None, True, "states"))
+    """The glue goes with the next layer, which changes a copy, and gives it back."""
+    torch.manual_seed(0)
+    assert_units_equal_the_model(Any(2, None, None, True, "states"), *batch(4))
+
+
+class Viewed(Block):
+    def forward(self, x):
+        x = super().forward(x)
+        self.view = x[:]
+        return x
+
+
+class ChangingViewed(Tiny):
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+            x.mul_(0.5)
+        return self.head(x), [block.view for block in self.blocks]
+
+
+def test_a_returned_view_of_a_layer_input_changed_in_place():
+    """The user would see the change."""
+    message = refused(MutationError, ChangingViewed(blocks=[Viewed(), Viewed()]))
     assert re.match(
         r"the model returns `\w+`, which a later unit changes in place at .*x\.mul_\(0\.5\); use the out-of", message
     )

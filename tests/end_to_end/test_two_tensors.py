@@ -225,10 +225,34 @@ class FlowOfData(Flow):
         return (x.square().sum((1, 2)) / 2 - log_det).mean()
 
 
-@pytest.mark.parametrize(("kind", "width"), [(Flow, 4), (FlowOfData, WIDTH)])
+class FlowInPlace(FlowOfData):
+    def forward(self, x):
+        log_det = x.new_zeros(len(x))
+        for block in self.blocks:
+            x, more = block(x, 0)
+            log_det += more
+        return (x.square().sum((1, 2)) / 2 - log_det).mean()
+
+
+class CouplingInPlace(Coupling):
+    def forward(self, x, log_det):
+        x, more = super().forward(x, 0)
+        log_det.add_(more)
+        return x, log_det
+
+
+class FlowInPlaceInside(Flow):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(CouplingInPlace() for _ in range(LAYERS))
+
+
+@pytest.mark.parametrize(
+    ("kind", "width"), [(Flow, 4), (FlowOfData, WIDTH), (FlowInPlace, WIDTH), (FlowInPlaceInside, 4)]
+)
 def test_one_number_for_each_sample_goes_on_beside_them(kind, width, tmp_path):
     """Fault: refused, as normalizing flows with a log determinant are; then those whose first block takes the batch as
-    it is, as blocks that do not run one after the other.
+    it is, as blocks that do not run one after the other; then those that add the log determinants in place.
     """
     model = kind().double()
     plain = copy.deepcopy(model)
