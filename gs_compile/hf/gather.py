@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -294,7 +295,8 @@ def _rows_joined(name: str, values: Sequence[Tensor], batches: Sequence[Mapping[
     whole = [max(sizes) for sizes in zip(*shapes, strict=True)]
     if name == "position_ids" and first.get(_MASK) is None:
         return torch.cat([_followed(value, whole[0]) for value in values])
-    filling = IGNORED if is_label else padding.token_id if name == "input_ids" else _masked(name, values[0])
+    elsewhere = padding.token_id if name == "input_ids" else _masked(name, values[0])
+    filling = _ignored(name, values) if is_label else elsewhere
     are_tokens = all(value.shape[1] == _size(batch)[1] for batch, value in zip(batches, values, strict=True))
     is_left = are_tokens and padding.is_left_of(batches)
     return torch.cat([_padded(value, whole, filling, is_left=is_left) for value in values])
@@ -302,10 +304,28 @@ def _rows_joined(name: str, values: Sequence[Tensor], batches: Sequence[Mapping[
 
 def _is_label(name: str, values: Sequence[Tensor], padding: Padding) -> bool:
     """Whether it has a label for each token: by its name, or because some are ignored."""
-    dtype = values[0].dtype
-    if dtype.is_floating_point or not dtype.is_signed or name.endswith("mask") or name in _TEXTS:
+    if name.endswith("mask") or name in _TEXTS:
         return False
-    return padding.names_label(name) or any(bool((value == IGNORED).any()) for value in values)
+    is_whole = values[0].dtype.is_signed and not values[0].dtype.is_floating_point
+    return padding.names_label(name) or (is_whole and any(_has(value, IGNORED) for value in values))
+
+
+def _ignored(name: str, values: Sequence[Tensor]) -> float:
+    """A label that the loss leaves out: of whole numbers -100, of floats what these have of -100 and NaN."""
+    dtype = values[0].dtype
+    if not dtype.is_floating_point and dtype.is_signed:
+        return IGNORED
+    found = [each for each in (IGNORED, math.nan) if any(_has(value, each) for value in values)]
+    if not (found and dtype.is_floating_point):
+        raise OptionError(
+            f"{name!r} has sequences of different lengths in the batches of a step, and no label there says which one "
+            f"the loss leaves out, as -100 or NaN would, so padding would count: {_ONE_LENGTH}"
+        )
+    return found[0]
+
+
+def _has(value: Tensor, label: float) -> bool:
+    return bool((value.isnan() if math.isnan(label) else value == label).any())
 
 
 def _masked(name: str, value: Tensor) -> float:

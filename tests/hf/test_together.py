@@ -94,6 +94,22 @@ def test_labels_by_any_name_are_ignored_where_padding_is():
         assert found[name][0].tolist() == [1, 1, 1, 0, 0]
 
 
+@pytest.mark.parametrize("ignored", [-100.0, torch.nan])
+def test_labels_of_floats_are_ignored_as_their_batches_ignore_some(ignored):
+    """As SpeechT5's spectrograms. Fault: padding was a label of 0, which counted."""
+    batches = [
+        {"input_ids": torch.ones(2, n).long(), "attention_mask": torch.ones(2, n), "labels": torch.ones(2, n, 2)}
+        for n in (3, 5)
+    ]
+    for dtype in (torch.float32, torch.bool):
+        with pytest.raises(OptionError, match=r"'labels' has sequences .* -100 or NaN would.*padding='max_length'"):
+            gathered([{**each, "labels": each["labels"].to(dtype)} for each in batches])
+    batches[1]["labels"][0, 4:] = ignored
+    found = gathered(batches)["labels"]
+    wanted = torch.tensor([1.0] * 3 + [ignored] * 2)
+    assert torch.equal(found[0, :, 0].nan_to_num(7), wanted.nan_to_num(7))
+
+
 def test_packed_sequences_need_positions():
     """Fault: where they begin was left out, and attention took a row for one sequence."""
     batch = {"input_ids": torch.zeros(1, 4).long(), "cu_seq_lens_q": torch.tensor([0, 1, 4]), "max_length_q": 3}
