@@ -11,8 +11,8 @@
 * An integer that the forward changes in a module, or in an object, dict or list of one, such as a count of calls, is a
   symbol: Dynamo would trace again for each number, up to its limit.
 * What Lightning logs in a step that is compiled whole (`self.log`) is logged after the graph; Dynamo would break there.
-* The result of ``x.item()`` is read after the graph, so a forward may return or store it, such as a metric next to its
-  loss. If something computes with one, Dynamo breaks at all of them.
+* The result of ``x.item()``, ``float(x)`` or ``int(x)`` is read after the graph, so a forward may return or store it,
+  such as a metric next to its loss. If something computes with one, Dynamo breaks at all of them.
 * The name of a line's function, for which Dynamo parses whole files, is looked up only when a log needs it: this saves
   a tenth of a trace.
 
@@ -61,6 +61,7 @@ _LIGHTNING = ("pytorch_lightning.core.module", "lightning.pytorch.core.module") 
 _LOGS = ("log", "log_dict")
 _BEYOND = ("LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT", "STORE_", "RETURN_", "YIELD_")
 READ_LATER = "greedysnake_read_later"  # in the meta of an output whose value is read after the graph
+_CONVERSIONS = {"__float__": float, "__int__": int}
 _LIST: Any = getattr(builtin, "ListBuiltinVariable", builtin.BuiltinVariable)  # before 2.13 `list` has no own class
 
 
@@ -247,11 +248,14 @@ def _logged(method: Any, plain: Any, translator: Any, args: Any, kwargs: Any) ->
 
 
 class _Number(VariableTracker):
-    """The number in a tensor, to be read after the graph; refuse: called if something computes with it."""
+    """The number in a tensor, to be read after the graph; refuse: called if something computes with it.
 
-    def __init__(self, tensor: VariableTracker, refuse: Callable[..., NoReturn]) -> None:
+    method: the method of the tensor that reads it.
+    """
+
+    def __init__(self, tensor: VariableTracker, refuse: Callable[..., NoReturn], method: str = "item") -> None:
         super().__init__()
-        self.tensor, self.refuse = tensor, refuse
+        self.tensor, self.refuse, self.method = tensor, refuse, method
 
     def as_proxy(self) -> Any:
         self.refuse()
@@ -267,12 +271,13 @@ class _Number(VariableTracker):
 
     def python_type(self) -> type:
         dtype = self.tensor.as_proxy().node.meta["example_value"].dtype
-        return float if dtype.is_floating_point else bool if dtype is torch.bool else int
+        own = float if dtype.is_floating_point else bool if dtype is torch.bool else int
+        return _CONVERSIONS.get(self.method, own)
 
     def reconstruct(self, codegen: Any) -> None:
         def load() -> None:
             codegen(self.tensor)
-            codegen.append_output(codegen.create_load_attr("item"))
+            codegen.append_output(codegen.create_load_attr(self.method))
 
         self.tensor.as_proxy().node.meta[READ_LATER] = True
         codegen.add_push_null(load)
@@ -292,12 +297,32 @@ def _item(used: list[str], tensor: Any, plain: Any, *args: Any, **kwargs: Any) -
     return _Number(tensor.call_method(translator, "detach", [], {}), refuse)
 
 
+def _convert(function: Any, plain: Any, translator: Any, args: Any, kwargs: Any) -> Any:
+    """``float(x)`` and ``int(x)`` of a tensor or of its ``item()`` give what its method of that name does."""
+    if function.fn in _CONVERSIONS.values() and len(args) == 1 and not kwargs:
+        method = f"__{function.fn.__name__}__"
+        given = args[0].realize() if _is_tensor(args[0]) else args[0].unwrap()
+        number = given.call_method(translator, "item", [], {}) if _is_tensor(given) else given
+        if isinstance(number, _Number) and number.method in ("item", method):
+            return _Number(number.tensor, number.refuse, method)
+        args = [number]
+    return plain(function, translator, args, kwargs)
+
+
+def _is_tensor(value: VariableTracker) -> bool:
+    """Whether it is a tensor of the user's, also one that nobody has read yet; no number that Dynamo has as one."""
+    if isinstance(value, LazyVariableTracker) and not value.is_realized():
+        return isinstance(value.original_value(), torch.Tensor)
+    return type(value.unwrap()) is TensorVariable
+
+
 def _header(translator: Any, plain: Any, lineno: int | None = None) -> LazyString[[Any, int]]:
     return LazyString(plain, translator, translator.lineno if lineno is None else lineno)
 
 
 _METHODS: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (_LIST, "call_function", _list),
+    (builtin.BuiltinVariable, "call_function", _convert),
     (TorchInGraphFunctionVariable, "call_function", _cat),
     (TensorVariable, "method_requires_grad_", _requires_grad),
     (UserMethodVariable, "call_function", _logged),

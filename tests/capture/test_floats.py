@@ -248,6 +248,7 @@ class Told(GPT):
         logits, loss = super().forward(ids, labels)
         self.latest = loss.item()
         right = (logits.argmax(-1) == labels).sum()
+        self.converted = float(right), int(loss), float(right.item()), float(loss.item()), int(right)
         return {"numbers": [right.item(), {"mean": logits.mean().item()}], "loss": loss + 0.0}
 
 
@@ -263,6 +264,8 @@ def test_numbers_that_a_forward_only_returns_or_stores_are_read_after_the_graph(
         assert (right, type(right)) == (expected["numbers"][0], int)
         assert others == pytest.approx(expected["numbers"][1], abs=1e-6)
         assert model.latest == pytest.approx(plain.latest, abs=1e-6)
+        assert model.converted == pytest.approx(plain.converted, abs=1e-6)
+        assert list(map(type, model.converted)) == [float, int, float, float, int]
         assert model.latest == pytest.approx(found["loss"].item(), abs=1e-6)
     assert_same_gradients(zoo.gradients(model), zoo.gradients(plain))
     assert len(compilations_of[next(model.parameters())]) == 1
@@ -278,6 +281,7 @@ COMPUTED = {
     "as an index": lambda x, number: x[number:],
     "counted": lambda x, number: sum((x for _ in range(number)), x),
     "converted": lambda x, number: x * int(number),
+    "converted to another type": lambda x, number: x * float(number),
     "compared on the right": lambda x, number: 2 * x if x.dim() < number else x,
     "divided": lambda x, number: x + 1 / number,
 }
