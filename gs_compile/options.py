@@ -207,7 +207,7 @@ class Options:
     machine: the profile that the plan is made for: a `Profile`, the name of one that ships, or a file. None: this one,
         measured once for each storage.
     precision: "model": compute in the model's own dtype; parameters of 16 bits have fp32 masters. "bf16": compute in
-        bf16 with fp32 masters, whatever the model's dtype.
+        bf16 with fp32 masters, whatever the model's dtype; inputs and buffers stay as they are.
     frozen: the format in which matrices of layers are stored and moved that are frozen at the first call: "nf4",
         "nf4_single", "fp4", "fp4_single", "int8", "fp8" or "mxfp4". None: not quantized.
     frozen_skip: names of modules whose matrices are not quantized, such as ("gate", "down_proj").

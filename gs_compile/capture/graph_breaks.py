@@ -10,7 +10,7 @@ from __future__ import annotations
 import linecache
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from traceback import FrameSummary, walk_stack
 from types import FrameType
@@ -20,11 +20,12 @@ import torch
 from torch import fx
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.eval_frame import set_code_exec_strategy
+from torch._dynamo.exc import TorchRuntimeError
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._dynamo.utils import counters, orig_code_map
 from torch._dynamo.utils import get_compilation_metrics as get_compilation_metrics
 
-from gs_compile.capture.frame_settings import modules_in
+from gs_compile.capture.frame_settings import compiled_frame, modules_in
 from gs_compile.errors import ABSENT, GROUPED, CaptureError, GraphBreakError
 
 _TORCH = str(Path(torch.__file__).parent)  # where torch's own code is
@@ -174,6 +175,26 @@ def refuse(error: CaptureError, why: str) -> NoReturn:
     if why:
         error.add_note(why.removeprefix(". "))
     raise error
+
+
+def tell_of_wide(error: BaseException, given: Mapping[str, object]) -> None:
+    """Add what to do to torch's error of a model that is computed in bf16. given: its inputs and buffers, by name."""
+    tensors = {name: each for name, each in given.items() if isinstance(each, torch.Tensor) and each.dim()}
+    wide = [name for name, each in tensors.items() if each.dtype in (torch.float32, torch.float64)]
+    if wide:
+        error.add_note(
+            'precision="bf16" has parameters in bf16, and leaves inputs and buffers as they are. Of this model these '
+            f"are wider: {', '.join(wide[:5])}. Cast what meets the parameters here to their dtype, as by "
+            "x.to(self.weight.dtype)"
+        )
+
+
+def tell_of_wide_in_frame() -> None:
+    """`tell_of_wide`, as the compile of a frame ends with an error."""
+    values = compiled_frame()["locals"]
+    given = {name: each for module in modules_in(values).values() for name, each in module.named_buffers()}
+    if isinstance(error := sys.exception(), TorchRuntimeError):
+        tell_of_wide(error, {**given, **values})
 
 
 def refuse_block(models: Iterable[object]) -> None:

@@ -27,7 +27,7 @@ from gs_compile.capture.dynamo import (
 )
 from gs_compile.capture.frame_settings import undo_if_it_fails
 from gs_compile.capture.given_up import watch
-from gs_compile.capture.graph_breaks import refuse, refuse_block
+from gs_compile.capture.graph_breaks import refuse, refuse_block, tell_of_wide, tell_of_wide_in_frame
 from gs_compile.capture.hooks import is_in_hook
 from gs_compile.capture.inductor import check_mode
 from gs_compile.capture.internals import without_overrides, without_packing
@@ -126,9 +126,12 @@ class _Run:
                 deterministic(self.options.deterministic),
             ):
                 results = self._run_together(args, ranks)
-        except BaseException:
+        except BaseException as error:
             if self.is_new:  # a start that is refused leaves nothing
                 forget_code()
+                if type(error) is RuntimeError and self.compilation and self.options.precision == "bf16":
+                    inputs = zip(self.compilation.captured.inputs, args, strict=False)
+                    tell_of_wide(error, {each.path: arg for each, arg in inputs if each.role != "parameter"})
             raise
         self.is_new = False
         return results
@@ -332,6 +335,8 @@ def _detach(parameters: Sequence[Any], *, options: Options) -> bool:
     changed = [parameter for parameter, dtype in dtypes.items() if parameter.dtype != dtype]
     leaving = [parameter for parameter in parameters if not is_offloaded(parameter)]
     undo_if_it_fails(partial(roll_back, [*leaving, *changed]))
+    if changed:
+        undo_if_it_fails(tell_of_wide_in_frame)
     for parameter in dict.fromkeys([*leaving, *changed]):
         stash(parameter, dtypes[parameter])
     guard_model(parameters)

@@ -11,9 +11,11 @@ from tiered import adamw, gpt2, options, step, tokens, two_groups
 from torch import nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.exc import TorchRuntimeError
+from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.testing._internal.two_tensor import TwoTensor
-from zoo import GPT, batch, compile_model, train
+from zoo import GPT, WIDTH, batch, compile_model, train
 
 import gs_compile
 from gs_compile.errors import (
@@ -151,6 +153,49 @@ def test_an_interrupt_within_the_first_capture_leaves_parameters_as_they_were(at
         assert type(each) is nn.Parameter
         assert torch.equal(each.data, before[name])  # which has the dtype, too
     step(model, optimizer, tokens(0))
+    assert optimizer.num_steps == 1
+    optimizer.engine.tiers.close()
+
+
+class Scaled(GPT):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, ids, casts):
+        x = self.embedding(ids) * (self.scale.to(self.embedding.weight.dtype) if casts else self.scale)
+        for block in self.blocks:
+            x = block(x)
+        return x.float().square().mean()
+
+
+class Convolved(Scaled):
+    """Dynamo meets the error itself."""
+
+    def forward(self, ids, casts):
+        weight, table = self.head.weight[:, :, None], self.scale.expand(1, WIDTH, WIDTH)
+        return super().forward(ids, casts) + functional.conv1d(table.to(weight) if casts else table, weight).sum()
+
+
+@pytest.mark.parametrize("kind", [Scaled, Convolved])
+def test_a_float32_buffer_that_meets_parameters_in_bf16_is_named(kind, tmp_path):
+    """Fault: torch's error did not say that the option leaves buffers as they are, nor what to do."""
+    torch._dynamo.reset()
+    model = kind()
+    optimizer = adamw(model.parameters())
+    model.compile(backend="greedysnake", options=options(tmp_path, precision="bf16"))
+    with pytest.raises(RuntimeError) as caught:
+        model(batch()[0], False)
+    assert isinstance(caught.value, TorchRuntimeError) == (kind is Convolved)
+    (note,) = caught.value.__notes__
+    assert "Of this model these are wider: scale. Cast what meets the parameters here" in note
+    if other := optimizer.engine:
+        other.tiers.close()
+    model = kind()
+    optimizer = adamw(model.parameters())
+    model.compile(backend="greedysnake", options=options(tmp_path / "again", precision="bf16"))
+    model(batch()[0], True).backward()  # as it says
+    optimizer.step()
     assert optimizer.num_steps == 1
     optimizer.engine.tiers.close()
 
