@@ -163,6 +163,29 @@ def test_the_batch_size_in_the_models_code():
     compile_model(Fixed(), 5)(*batch())[1].backward()  # the remedy of the message
 
 
+class Recurrent(Block):
+    def __init__(self):
+        super().__init__()
+        self.recurrent = torch.nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x):
+        return super().forward(self.recurrent(x)[0])
+
+
+class Masked(Block):
+    def forward(self, x):
+        longest = x.sum((1, 2)).abs().long().max()
+        return super().forward(x) + torch.arange(longest).sum()
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [(Recurrent, "compile a part of the model that has none of them"), (Masked, "take it from a shape, as ids.shape")],
+)
+def test_a_break_at_what_dynamo_does_not_trace_says_what_to_do(block, words):
+    assert words in refused(GraphBreakError, GPT(block))
+
+
 def test_samples_that_are_the_tensors_of_a_list():
     class Listed(GPT):
         def forward(self, rows):

@@ -141,6 +141,13 @@ def remedy(reason: object, where: str) -> str:
             "Dynamo cannot run this loop, as one over the experts that have tokens, whose number depends on values. "
             f"Run it for all, and multiply by zeros what is not to count. {GROUPED[0].upper()}{GROUPED[1:]}"
         )
+    if "Attempted to wrap RNN" in str(reason):
+        return "Dynamo does not trace nn.RNN, nn.GRU and nn.LSTM: compile a part of the model that has none of them"
+    if "_local_scalar_dense" in str(reason):
+        return (
+            "a number is read from a tensor here, such as a length: take it from a shape, as ids.shape[1], or compute "
+            "it before the call and pass it"
+        )
     if any(sign in str(reason) for sign in _BRANCHES):
         return (
             "here the value of a tensor decides what runs. Decide it before the call, or compute both and choose by "
