@@ -21,6 +21,7 @@ from gs_compile.capture.graph import Input
 from gs_compile.capture.internals import num_holders
 from gs_compile.errors import OptimizerError, SharedMemoryWarning
 from gs_compile.model.residency import is_offloaded, residency_of
+from gs_compile.model.stand_in import address
 
 
 def overlapping(tensors: Mapping[str, Tensor], matters: Callable[[str, str], bool]) -> tuple[str, str] | None:
@@ -119,14 +120,6 @@ def is_plain(value: object) -> TypeGuard[Tensor]:
         return False
     assert isinstance(value, Tensor)
     return value.layout == torch.strided and not value.is_meta
-
-
-def address(tensor: Tensor) -> int:
-    """The address of a tensor's storage, which is unique while the storage lives. 0: the tensor has no memory."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except RuntimeError:  # a wrapper of functorch's
-        return 0
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

@@ -5,32 +5,42 @@ a state on the tiers, of an input of a call, of a buffer.
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from gs_compile.capture.internals import changes
+from gs_compile.capture.internals import changes, num_holders
+
+END_NBYTES = 4096  # of each end of a tensor's memory: to read all of it would be one more pass over the model
 
 
-@dataclass
 class Given:
-    """What a state dict got of a tiered parameter, or of its state: a copy, where torch's shares their memory."""
+    """What a state dict was given of a tiered parameter, or of its state: a copy, where torch gives their memory.
 
-    values: weakref.ref[Tensor]
-    counter: Tensor  # without elements; it shares the version counter of the values, also once these are gone
-    version: int
+    torch counts no changes by `.data` or by a numpy array: those of an end of the memory are found.
+    """
 
-    @classmethod
-    def of(cls, values: Tensor) -> Given:
-        counter = values.detach()
-        counter.data = torch.empty(0, dtype=values.dtype, device=values.device)  # its version stays that of the values
-        return cls(weakref.ref(values), counter, changes(counter))
+    def __init__(self, values: Tensor) -> None:
+        end = weakref.WeakMethod(self._end)
+        self.values = weakref.ref(values, lambda _: (call := end()) and call())
+        self._memory = values.detach()  # with the version of the values
+        self._first, self._was_changed = (changes(values), _ends(values)), False
 
     @property
     def is_changed(self) -> bool:
-        return changes(self.counter) != self.version
+        is_there = self._memory.numel() > 0
+        return self._was_changed or (is_there and (changes(self._memory), _ends(self._memory)) != self._first)
+
+    def _end(self) -> None:
+        """The values are going, and so does their memory, unless somebody else has it, as of `.data`."""
+        if num_holders(self._memory) <= 2:  # this, and the values
+            self._was_changed, self._memory = self.is_changed, torch.empty(0, device="cpu")
+
+
+def _ends(values: Tensor) -> int:
+    flat = values.as_strided((values.numel(),), (1,)).view(torch.uint8)
+    return xxh3_64_intdigest(torch.cat([flat[:END_NBYTES], flat[-END_NBYTES:]]).numpy().data)
 
 
 def state_of(tensor: Tensor) -> tuple[int, int]:

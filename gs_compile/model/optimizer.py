@@ -125,7 +125,7 @@ class Optimizer(torch.optim.Optimizer):
     def begin_step(self) -> StepRecord:
         """A record for the updates of the next step, with the settings as they are now."""
         record = self.as_set()
-        optimizer_state.check_shown(self.state, filter(self._is_trained, self._parameters))
+        optimizer_state.check_shown(self.state, filter(self._is_trained, self._parameters), self.steps)
         optimizer_state.refuse_lost(self)
         return record
 
@@ -233,7 +233,7 @@ class Optimizer(torch.optim.Optimizer):
             self.steps.become(num_steps)
             self.state.update(states)
             self.load_into_engine()
-            self.given = [Given.of(held) for each in self.given if (held := each.values()) is not None]
+            self.given = [Given(held) for each in self.given if (held := each.values()) is not None]
 
         in_full(take, self.engine)
         for after in self._optimizer_load_state_dict_post_hooks.values():

@@ -19,6 +19,7 @@ from gs_compile.model.offloaded import LOOKS, sends
 from gs_compile.model.parameter_store import MASTER, ParameterStore, component
 from gs_compile.model.residency import residency_of
 from gs_compile.model.settings import HOW_TORCH_COMPUTES, OF_PARAMETERS, OTHER_RULES
+from gs_compile.model.step_count import StepCount
 
 Groups = Sequence[Mapping[str, Any]]  # of an optimizer, or of a state dict, which has numbers for parameters
 
@@ -163,13 +164,21 @@ def refuse_others(
             component(state, name, parameter.shape)
 
 
-def check_shown(states: Mapping[torch.Tensor, Mapping[str, Any]], stored: Iterable[torch.Tensor]) -> None:
-    """Raise OptimizerError if the script has replaced entries of `state` that show states on the tiers."""
-    if any(not states.get(parameter) or has_values(states[parameter]) for parameter in stored):
-        raise OptimizerError(
-            "the state of a parameter that lives on the tiers was removed from optimizer.state, or assigned there, but "
-            f"optimizer.state only shows it. {CHANGE_STATE}"
-        )
+def check_shown(
+    states: Mapping[torch.Tensor, dict[str, Any]], stored: Iterable[torch.Tensor], steps: StepCount
+) -> None:
+    """Raise OptimizerError where states on the tiers are shown no more: somebody has changed what shows them.
+
+    A number of steps that was sent elsewhere is shown again.
+    """
+    for parameter in stored:
+        state = states.get(parameter, {})
+        if not state or has_values(state) or whole_step({"step": None, **state}) != steps.of(parameter):
+            raise OptimizerError(
+                "the state of a parameter that lives on the tiers, or its step, was removed from optimizer.state, or "
+                f"assigned there, but optimizer.state only shows it. {CHANGE_STATE}"
+            )
+        state["step"] = steps.shown(parameter)
 
 
 def given(
@@ -180,7 +189,7 @@ def given(
     """
     found = ((each, own.get(p, {}).get(name)) for p, state in states.items() for name, each in state.items())
     copies = (each for each, known in found if isinstance(each, torch.Tensor) and each is not known)
-    return [Given.of(each) for each in copies if not isinstance(each, DTensor)]
+    return [Given(each) for each in copies if not isinstance(each, DTensor)]
 
 
 def refuse_lost(optimizer: Any) -> None:

@@ -32,7 +32,7 @@ from gs_compile.model import files
 from gs_compile.model.given import Given
 from gs_compile.model.offloaded import OffloadedParameter, UnavailableGradient, placeholder, read_for
 from gs_compile.model.parameter_store import ParameterStore, Reader, in_full
-from gs_compile.model.stand_in import shares_memory
+from gs_compile.model.stand_in import address, shares_memory
 from gs_compile.runtime.codecs import CODECS, Encoded, dense
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.spans import Slice
@@ -58,12 +58,13 @@ class Shown:
     values: weakref.ref[Tensor]
     version: Any  # of the value
     changes: int  # of the tensor
+    address: int  # of its memory, in whose place a script may give it other: ``values.data = ...``
 
     def is_true(self, tensor: Tensor, version: Any) -> bool:
         """Whether `tensor`, which is this one or a view of it, still has the value of that version."""
         values = self.values()
         known = values is not None and shares_memory(values, tensor)
-        return known and (version, changes(tensor)) == (self.version, self.changes)
+        return known and (version, changes(tensor), address(tensor)) == (self.version, self.changes, self.address)
 
 
 @dataclass(eq=False)
@@ -137,7 +138,7 @@ class Residency:
         if home is not None:
             known = [each for each in self.given if each.is_changed or each.values() is not None]
             is_known = any(each.values() is values for each in known)
-            self.given = known if is_known else [*known, Given.of(values)]
+            self.given = known if is_known else [*known, Given(values)]
         return values
 
     def refuse_lost(self, parameter: Tensor) -> None:
@@ -229,7 +230,7 @@ class Residency:
             values_as_stashed = CODECS[self.codec].encode(values) if self.codec else values
             files.write(self.stashed_value(parameter), values_as_stashed)
         self.num_writes += 1
-        self.given = [Given.of(held) for each in self.given if (held := each.values()) is not None]
+        self.given = [Given(held) for each in self.given if (held := each.values()) is not None]
         for (_, is_read), known in list(self.shown.items()):
             if (shown := known.values()) is not None and shares_memory(shown, values):
                 self._show(shown, is_read)
@@ -282,7 +283,7 @@ class Residency:
         return self.num_writes, self.home and self.home.store.num_steps
 
     def _show(self, values: Tensor, is_read: bool) -> None:
-        self.shown[values.device, is_read] = Shown(weakref.ref(values), self._state, changes(values))
+        self.shown[values.device, is_read] = Shown(weakref.ref(values), self._state, changes(values), address(values))
 
     def convert(self, parameter: Tensor, dtype: torch.dtype, device: torch.device) -> None:
         """The model computes with the parameter in another dtype or on another device, before its first call.

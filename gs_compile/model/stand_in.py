@@ -72,6 +72,14 @@ def shares_memory(first: Tensor, second: Tensor) -> bool:
     return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr() != 0
 
 
+def address(tensor: Tensor) -> int:
+    """Of all that a tensor's memory is a part of; nothing else has it while that lives. 0: it has none of its own."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # a wrapper of functorch's
+        return 0
+
+
 def plain(tensor: Tensor) -> Tensor:
     """An ordinary tensor of the same memory."""
     return cast(Tensor, nn.Parameter.__torch_function__(Tensor.as_subclass, (), (tensor, Tensor), {}))

@@ -28,9 +28,10 @@ from torch.nn.parameter import is_lazy
 
 from gs_compile.capture.internals import TorchDispatchMode, tree_leaves, tree_map_only
 from gs_compile.errors import InitialisationError, RankError
-from gs_compile.model.aliases import address, is_plain, overlapping
+from gs_compile.model.aliases import is_plain, overlapping
 from gs_compile.model.files import SMALL_NBYTES, directory, is_mapped, leave_memory, map_file, shared, trim
 from gs_compile.model.residency import is_offloaded, residency_of, stash
+from gs_compile.model.stand_in import address
 from gs_compile.options import Options
 from gs_compile.runtime.groups import mesh_of, team_of
 from gs_compile.runtime.stream import is_in_host_memory
