@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from gs_compile.errors import OptimizerError
 from gs_compile.model.settings import check_torch_settings
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.runtime import kernels
 from gs_compile.runtime.formats import StateType
 from gs_compile.runtime.kernels import ADAM, ADAMW, LION
+from gs_compile.runtime.step_record import StepRecord
 
 
 class AdamW(TieredOptimizer):
@@ -89,7 +91,22 @@ class SGD(TieredOptimizer):
         check_torch_settings("SGD", of_torch)
         numbers = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         rest = {"dampening": dampening, "nesterov": nesterov, "maximize": maximize}
+        self._begun: set[int] | None = None  # the numbers of groups that have had a momentum
         super().__init__(params, {**numbers, **rest}, max_grad_norm, state_dtype)
+
+    def as_set(self) -> StepRecord:
+        """Raises OptimizerError also where a dampened momentum begins after the first step."""
+        record = super().as_set()
+        own = {number for number, group in enumerate(self.param_groups) if group["momentum"]}
+        begun = self._begun if self.steps.taken and self._begun is not None else own
+        if any(self.param_groups[number]["dampening"] for number in own - begun):
+            raise OptimizerError(
+                "SGD: a param group's momentum was 0 so far, and it has a dampening: torch does not dampen the gradient "
+                "that a momentum begins with, which here is that of the first step. Set its dampening to 0, or its "
+                "momentum before the first step"
+            )
+        self._begun = begun | own
+        return record
 
 
 class Lion(TieredOptimizer):
