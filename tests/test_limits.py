@@ -82,6 +82,11 @@ LIMITS: dict[str, list[Case]] = {
             "test_ranks_that_differ_in_first_gradients_are_told",
             "late first gradients",
         ),
+        (
+            "ranks/test_exact.py",
+            "test_no_first_gradient_behind_an_evaluation_is_refused_on_ranks",
+            "gets no gradient in this first step",
+        ),
     ],
     "Gradients of gradients": [("end_to_end/test_autograd.py", "test_a_gradient_of_gradients_is_refused", "asked for")],
     "Hooks on the gradient of an output": [

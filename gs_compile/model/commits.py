@@ -23,7 +23,9 @@ import torch
 
 from gs_compile.capture.graph import Captured
 from gs_compile.errors import ResumeError
+from gs_compile.model.aliases import is_plain
 from gs_compile.model.given import state_of
+from gs_compile.model.idle import Idle
 from gs_compile.model.in_memory import parameters_in_memory
 from gs_compile.model.optimizer import Optimizer
 from gs_compile.model.optimizer_state import has_values
@@ -38,6 +40,8 @@ from gs_compile.runtime.storage.stored import BUFFER, FORMAT, Manifest, StoredPa
 from gs_compile.runtime.tiers import Tiers
 from gs_compile.version import __version__
 
+MOST_BUFFERS_NBYTES = 64 << 20  # that each commit writes: codebooks and projections, and no model's quantized weights
+KEPT: tuple[Callable[[], None], tuple[int, int]] = (lambda: None, (0, 0))  # in `first_buffers`: it has changed
 VERSIONS = {"greedysnake": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
 
 
@@ -83,6 +87,17 @@ class Durable:
         self.goes_on = self.former is not None
         tiers.commits.snapshot = self.snapshot
 
+    def follow(self, idle: Idle) -> None:
+        """Have commits name what no gradient has come to. By that of the run that goes on, one has come to others; the
+        buffers that it has are in all that follow. Raises as `check_buffers`.
+        """
+        self._idle, optimizer = idle, self._optimizer()
+        if self.former is None or optimizer is None:
+            return
+        optimizer.kept.first_buffers |= dict.fromkeys(check_buffers(self.former, self.buffers), KEPT)
+        if self.former.never is not None:
+            idle.wake({span for span, each in self._placed if each.name not in self.former.never})
+
     def take_random_state(self) -> Mapping[str, str] | None:
         """The random state with which a resumed run begins; only the first caller gets it."""
         former, self.former = self.former, None
@@ -107,25 +122,10 @@ class Durable:
         if any(each is captured for each in self._captures) or (optimizer := self._optimizer()) is None:
             return
         self._captures.append(captured)
+        always = kept_buffers(captured)
         for name, each in {**read, **captured.buffers(persistent=True)}.items():
-            optimizer.kept.first_buffers.setdefault(name, (weakref.ref(each), state_of(each)))
-
-    def find_buffers(self) -> None:
-        """Have the buffers of the resumed commit in all later commits.
-
-        Raises ResumeError if the model has no buffer of that name, or one of another shape.
-        """
-        optimizer, buffers = self._optimizer(), self.buffers
-        assert optimizer is not None, "its first call is under way"
-        for each in self.former.rest if self.former else ():
-            name = each.name.removeprefix(BUFFER)
-            if name == each.name:
-                continue
-            buffer = buffers.get(name)
-            if buffer is None or tuple(buffer.shape) != tuple(each.shape):
-                here = "the model has none" if buffer is None else f"here it is {tuple(buffer.shape)}"
-                raise ResumeError(f"the commit has a {each.name} of shape {tuple(each.shape)}, and {here}")
-            optimizer.kept.first_buffers[name] = (lambda: None, (0, 0))
+            first = KEPT if name in always else (weakref.ref(each), state_of(each))
+            optimizer.kept.first_buffers.setdefault(name, first)
 
     def marks(self, num_steps: int) -> dict[str, bool]:
         """For the program of the step after `num_steps`: is that step to be committed, and is the one before sealed.
@@ -194,6 +194,7 @@ class Durable:
             "optimizer": type(optimizer).__name__,
             "components": optimizer.components,
             "parameters": self._parameters(optimizer),
+            "never": tuple(each.name for span, each in self._placed if span in self._idle.untouched),
             "random": dict(self._random or random_state()),
             **self._kept,
             "rest": laid_out(rest),
@@ -214,7 +215,9 @@ class Durable:
         return {parameter: numbers[span] for parameter, span in found if span is not None}
 
     def _changed_buffers(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-        """The buffers that a script has changed between steps, by their names in `rest`. (No forward changes any.)"""
+        """The buffers that all commits have, and those that a script has changed between steps, by their names in
+        `rest`. (No forward changes any.)
+        """
         firsts = optimizer.kept.first_buffers
         known = ((name, each, *firsts[name]) for name, each in self.buffers.items() if name in firsts)
         return {
@@ -245,29 +248,40 @@ def rest_of(optimizer: Optimizer) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def rest_nbytes(optimizer: Optimizer, stored: Container[torch.Tensor]) -> int:
-    """The bytes of `rest_of` from the first step on, which makes the states. stored: parameters that the plan has.
+def kept_buffers(captured: Captured) -> dict[str, torch.Tensor]:
+    """The buffers that all commits have, by name: those of state dicts, which may have been made at random, where they
+    are few bytes.
+    """
+    found = {name: each for name, each in captured.buffers(persistent=True).items() if is_plain(each)}
+    return found if sum(each.nbytes for each in found.values()) <= MOST_BUFFERS_NBYTES else {}
+
+
+def rest_nbytes(optimizer: Optimizer, stored: Container[torch.Tensor], captured: Captured) -> int:
+    """The bytes of `rest_of` from the first step on, which makes the states, and of buffers that all commits have.
+    stored: parameters that the plan has.
 
     What another plan before it had, of an evaluation, is in memory again then, unless it was built on storage.
     """
     trained = (each for each in optimizer.group_of if each.requires_grad and each not in stored)
     beside = [each for each in trained if residency_of(each).folder is None]
-    return sum((1 + len(optimizer.components)) * each.nbytes + as_step(0).nbytes for each in beside)
+    nbytes = sum((1 + len(optimizer.components)) * each.nbytes + as_step(0).nbytes for each in beside)
+    return nbytes + sum(each.nbytes for each in kept_buffers(captured).values())
 
 
 def give_back_rest(
-    optimizer: Optimizer, rest: Tensors, args: Sequence[Any], buffers: Mapping[str, torch.Tensor] | None
+    optimizer: Optimizer, rest: Tensors, args: Sequence[Any], buffers: Mapping[str, torch.Tensor]
 ) -> None:
-    """The inverse, in a call with these arguments with which a run goes on. buffers: by name; None: they have theirs,
-    and a script may have changed them since, as steps of their own may have changed states.
+    """The inverse, in a call with these arguments with which a run goes on. buffers: by name.
+
+    What `resume` has given back, or the engine before, a script may have changed since, as steps of their own may have
+    changed states.
     """
-    if is_first := optimizer.kept.step is None:  # else `resume` has given values back, or the engine before
+    if is_first := optimizer.kept.step is None:
         _refuse_made_before(args, optimizer, rest)
         give_back_values(optimizer, rest)
+        give_back_buffers(buffers, rest)
     _forget_shown(optimizer)
     give_back_states(optimizer, rest, anew=is_first)
-    if buffers is not None:
-        _give_back_buffers(buffers, rest)
 
 
 def _refuse_made_before(args: Sequence[Any], optimizer: Optimizer, rest: Tensors) -> None:
@@ -313,9 +327,23 @@ def _forget_shown(optimizer: Optimizer) -> None:
             del optimizer.state[parameter]
 
 
+def check_buffers(former: Manifest, buffers: Mapping[str, torch.Tensor]) -> list[str]:
+    """The names of the buffers that a commit has; raises ResumeError where there is none of a name, or of another
+    shape.
+    """
+    stored = {each.name.removeprefix(BUFFER): each.shape for each in former.rest if each.name.startswith(BUFFER)}
+    for name, shape in stored.items():
+        buffer = buffers.get(name)
+        if buffer is None or tuple(buffer.shape) != tuple(shape):
+            here = "the model has none" if buffer is None else f"here it is {tuple(buffer.shape)}"
+            raise ResumeError(f"the commit has a {BUFFER}{name} of shape {tuple(shape)}, and {here}")
+    return list(stored)
+
+
 @torch.no_grad()
-def _give_back_buffers(buffers: Mapping[str, torch.Tensor], rest: Tensors) -> None:
+def give_back_buffers(buffers: Mapping[str, torch.Tensor], rest: Tensors) -> None:
     """Give buffers, by name, the values that a commit has."""
     for name, values in rest.items():
-        if name.startswith(BUFFER):
-            buffers[name.removeprefix(BUFFER)].copy_(values)
+        buffer = buffers[name.removeprefix(BUFFER)] if name.startswith(BUFFER) else None
+        if buffer is not None and state_of(buffer)[1] != state_of(values)[1]:  # an expanded one takes none
+            buffer.copy_(values)

@@ -99,10 +99,12 @@ class Engine(ParameterStore):
             self._parameters = [weakref.ref(each) for each in spans]
             trained = {i: span for i, span in layout.spans.items() if call.args[i].requires_grad}
             self.idle = Idle(trained, call.models[0].split.idle, counts=self.ranks is None)
+            self.began_to_train = call.training  # with the call that it begins with
+            if self.durable is not None:
+                self.durable.follow(self.idle)
             if self.durable is not None and self.durable.former is not None:
-                self.durable.find_buffers()
                 rest = take_up(self, spans, stored)
-                give_back_rest(optimizer, rest, call.args, self.durable.buffers if prepared is None else None)
+                give_back_rest(optimizer, rest, call.args, self.durable.buffers)
             else:
                 move_in(self, spans, self.planning.planner.whole_nbytes, self.options.storage[0])
             self.reporter = report_on(self.planning, tiers, sum(span.numel for span in spans.values()))

@@ -81,7 +81,7 @@ def plan_tiers(optimizer: Optimizer, call: Call, host_nbytes: int | None = None,
             num_calls=max(loop.num_calls, num_calls_of(former)),
             ranks=ranks,
             host_nbytes=host_nbytes,
-            rest_nbytes=rest_nbytes(optimizer, {args[index] for index in first.spans}) if options.durability else 0,
+            rest_nbytes=rest_nbytes(optimizer, {args[i] for i in first.spans}, captured) if options.durability else 0,
         )
     )
     found = planner.plan(former)

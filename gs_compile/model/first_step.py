@@ -29,7 +29,7 @@ import torch
 
 from gs_compile.capture.given_up import watch
 from gs_compile.capture.internals import without_overrides
-from gs_compile.errors import MemoryBudgetError, ReleasedParameterError, StepOrderError
+from gs_compile.errors import MemoryBudgetError, OptimizerError, ReleasedParameterError, StepOrderError
 from gs_compile.model.aliases import aliases_of, refuse_overlaps
 from gs_compile.model.call import Call
 from gs_compile.model.engine import KEPT, Engine
@@ -92,6 +92,8 @@ class FirstStep:
             return engine
         is_provisional = engine.planning.planner.model.is_provisional
         captured, had = call.compilation.captured, engine.spans_of(call.args)
+        if engine.ranks is not None and not engine.began_to_train:
+            _refuse_idle(call)
         read = {index for graph in call.models[0].split.units for index in graph.parameters(captured)}
         has_all = engine.durable is None or len(had) == len(engine.spans)
         if not is_provisional and read <= had.keys() and has_all:
@@ -289,6 +291,19 @@ def _bring_states(optimizer: Optimizer, engine: Engine) -> None:
 def _has_uncommitted(engine: Engine) -> bool:
     """Whether the run was resumed from a commit, and the user has changed values since."""
     return engine.is_changed and engine.durable is not None and engine.durable.goes_on
+
+
+def _refuse_idle(call: Call) -> None:
+    """Raise `OptimizerError` where a step behind an evaluation, with which ranks have settled all, has no gradient for
+    a trained parameter.
+    """
+    for index in call.models[0].split.idle:
+        if isinstance(call.args[index], torch.nn.Parameter):
+            raise OptimizerError(
+                f"{call.compilation.captured.inputs[index].path} gets no gradient in this first step, which the "
+                "evaluation ahead of it has not shown: on several ranks moments and weight decay would move it. Start "
+                "again, and freeze it, requires_grad_(False), or let the first evaluation follow the first step"
+            )
 
 
 def _changed(record: StepRecord, now: StepRecord, *, anew: bool) -> str:

@@ -54,11 +54,11 @@ def former_plan(
 
 
 def rest_left(former: Manifest, storage: Sequence[Path], team: Team | None) -> Mapping[str, Tensor]:
-    """A commit's tensors that are outside the compiled model, if parameters are among them; raises as `Store` does.
+    """What a commit has beside parameters of the compiled model; raises as `Store` does.
 
     team: the ranks that train together, all of which call this.
     """
-    if not any(each.name.isdecimal() for each in former.rest):
+    if not former.rest:
         return {}
     gc.collect()  # what earlier models have left: their folders are locked
     weights, agree = [1.0] * len(storage), partial(gathered, team) if team else None

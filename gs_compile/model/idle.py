@@ -19,18 +19,25 @@ class Idle:
     trained: all that it trains, by number. never: those that get no gradient, as far as the first call shows.
     counts: whether steps are counted for each parameter. Not on several ranks, which may differ in what they train:
         there such parameters get zeros.
+    untouched: those of `never` that have got no gradient so far.
     """
 
     def __init__(self, trained: Mapping[int, Slice], never: Set[int], *, counts: bool) -> None:
         self._counts = counts
-        self._never = frozenset(span for number, span in trained.items() if number in never)
-        self._may_be = frozenset(trained.values()) - self._never if counts else frozenset()
+        self.untouched = frozenset(span for number, span in trained.items() if number in never)
+        self._may_be = frozenset(trained.values()) - self.untouched if counts else frozenset()
         self._woken: frozenset[Slice] = frozenset()
 
     @property
     def never(self) -> frozenset[Slice]:
         """Those of `never` that have got no gradient so far, if steps are counted."""
-        return self._never if self._counts else frozenset()
+        return self.untouched if self._counts else frozenset()
+
+    def wake(self, spans: Set[Slice]) -> None:
+        """Some parameters have got gradients; for those of `never` it is the first one."""
+        woken = self.untouched & spans
+        self.untouched, self._woken = self.untouched - woken, self._woken | woken
+        self._may_be |= woken if self._counts else frozenset()
 
     def tell(self, record: StepRecord, optimizer: Optimizer, reached: Collection[Slice]) -> None:
         """Name in a step's record the parameters that its backward brings no gradient."""
@@ -40,12 +47,10 @@ class Idle:
         record.idle = self._may_be - come
 
     def reach(self, record: StepRecord | None, optimizer: Optimizer | None, spans: Set[Slice]) -> None:
-        """Some parameters get gradients in the step of a record; for those of `never` it is the first one."""
+        """Some parameters get gradients in the step of a record."""
         if optimizer is not None and record is not None:
-            woken = self._never & spans
-            self._never, self._woken = self._never - woken, self._woken | woken
-            self._may_be |= woken if self._counts else frozenset()
+            self.wake(spans)
             counts = optimizer.steps.missed.items() if self._counts else ()
             found = ((optimizer.trained_span(parameter), number) for parameter, number in counts)
-            record.missed = {span: n for span, n in found if span is not None and span not in self._never}
+            record.missed = {span: n for span, n in found if span is not None and span not in self.untouched}
             record.woken, record.idle = self._woken, record.idle - spans

@@ -9,7 +9,7 @@ Each can be used alone: `resume` works with any loader, and `StepSampler` with a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import Sampler
 
 from gs_compile.errors import OPTIMIZERS, OptimizerError, OptionError, ResumeError, StepOrderError
-from gs_compile.model.commits import give_back_states, give_back_values
+from gs_compile.model.commits import check_buffers, give_back_buffers, give_back_states, give_back_values
 from gs_compile.model.former_run import check_beside, check_parameters, rest_left
 from gs_compile.model.kept import Kept
 from gs_compile.model.tiered_optimizer import TieredOptimizer
@@ -59,9 +59,9 @@ def resume(
     `states` are objects with `state_dict` and `load_state_dict`, such as schedulers and samplers. Each commit stores
     their states by name, and that of the optimizer's LossScaler, and this loads them; None: resume without that state.
     States of torch's samplers and data loaders are those at `optimizer.step()`, before the next batch is drawn. The
-    optimizer's settings are those of that step. Parameters outside of the compiled model, as of an encoder ahead of it,
-    have their values when this returns. The model's come with its first call; until then `state_dict`, and what reads
-    or writes them, raises StepOrderError.
+    optimizer's settings are those of that step. Buffers, and parameters outside of the compiled model, as of an encoder
+    ahead of it, have their values when this returns. The model's come with its first call; until then `state_dict`, and
+    what reads or writes them, raises StepOrderError.
 
     Raises ResumeError if the run is of another model or optimizer, or has other states, ManifestError for a damaged
     commit, and StepOrderError after the model's first call. Then nothing has changed.
@@ -75,11 +75,12 @@ def resume(
     team, former = team_of(options), last_of(options)
     rest: Mapping[str, torch.Tensor] = {}
     if former is not None:
-        named = {name.removeprefix("_orig_mod."): each for name, each in model.named_parameters(remove_duplicate=False)}
+        named = _by_name(model.named_parameters(remove_duplicate=False))
         check_parameters(former, {name: tuple(each.shape) for name, each in named.items()})
         _check_states(former, states.keys(), every.keys())
         optimizer.settings_left(former)
         check_beside(former, optimizer)
+        check_buffers(former, buffers := _by_name(model.named_buffers(remove_duplicate=False)))
         rest = rest_left(former, options.storage, team)  # before anything is changed
         Kept(_given(every)).give_back(former.states)
     kept.storage, kept.ranks = options.storage, team.everyone if team else ()
@@ -91,10 +92,16 @@ def resume(
     optimizer.go_on(former)
     give_back_values(optimizer, rest)
     give_back_states(optimizer, rest, anew=True)
+    give_back_buffers(buffers, rest)
     kept.user = former.user
     kept.begin_at(former.states)
     kept.await_values(model, [named[each.name] for each in former.parameters])
     return Resumed(former.step, former.user)
+
+
+def _by_name(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """What a model has, by the names that commits have for it."""
+    return {name.removeprefix("_orig_mod."): each for name, each in named}
 
 
 def _check_states(former: Manifest, given: Set[str], every: Set[str]) -> None:

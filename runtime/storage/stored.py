@@ -143,7 +143,8 @@ class StoredTensor:
 @dataclass(frozen=True)
 class Manifest:
     """One commit of one rank, its `number`th. components: of optimizer state, the master aside; written: ISO 8601;
-    together: the name that the run has on all ranks.
+    together: the name that the run has on all ranks; never: names of trained parameters that no step has had a gradient
+    for, None: of a commit that does not tell.
     """
 
     format: Count
@@ -167,6 +168,7 @@ class Manifest:
     world: Annotated[int, Interval(ge=1, le=1 << 20)]
     number: Count = 0
     together: str = ""
+    never: Many[str] | None = None
 
     @property
     def nbytes(self) -> int:

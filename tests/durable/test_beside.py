@@ -73,10 +73,32 @@ def trained(folder, last, *, looks=False):
         trunk.eval()(tokens(0))  # which reads another buffer
     optimizer.commit()
     assert len(list((folder / FOLDER).glob("*-rest.*"))) == 2, "others are of no commit any more"
-    rest = sum(each.nbytes for each in rest_of(optimizer).values())
+    rest = sum(each.nbytes for each in (*rest_of(optimizer).values(), *trunk.buffers()))
     assert optimizer.engine.planning.files[:2] == [rest, rest], "the plan has them"
     state = optimizer.state_dict()["state"]
     return losses, [each.detach().clone() for each in head.parameters()], [state[len(state) - 1]["exp_avg"].clone()]
+
+
+def test_buffers_are_those_of_the_run_when_resume_returns(tmp_path):
+    """Fault: one that was made at random was another in each process, without a word. What a script had set ahead of the
+    first call was what the commit had.
+    """
+    trunk, head, optimizer, _ = made(tmp_path)
+    drawn = trunk.prior.normal_().clone()
+    head(trunk(tokens(0))).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    trunk.shift.fill_(1)
+    optimizer.commit()
+    optimizer.engine.tiers.close()
+    trunk, head, optimizer, _ = made(tmp_path)
+    assert torch.equal(trunk.prior, drawn)
+    assert bool((trunk.shift == 1).all())
+    trunk.shift.fill_(2)
+    with torch.no_grad():
+        trunk(tokens(0))
+    assert bool((trunk.shift == 2).all())
+    optimizer.engine.tiers.close()
 
 
 def test_an_eager_head_goes_on_too(tmp_path):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import zoo
 from launch import Fleet
-from learner import distance
+from learner import distance, same_tensors
 from tiered import Harness, adamw, gpt2, muon, options, outcome, shared, tokens, two_groups
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
@@ -177,6 +177,48 @@ def test_ranks_that_differ_in_first_gradients_are_told(pair, tmp_path):
     found = pair.outcomes(first_gradients, tmp_path, reaches=[(False, True), (False, False)])
     assert all("the ranks ask for different things" in each.failure for each in found)
     assert all("late first gradients" in each.failure for each in found)
+
+
+def in_lives(info, tmp_path, lives):
+    """Values after steps of several processes, each of which goes on from the one before; lives: as `reaches`, of each."""
+    for reaches in lives:
+        model = Cut()
+        optimizer = gs_compile.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.5)
+        given = options(tmp_path / "storage", durability="step", resume="auto")
+        model.compile(backend="greedysnake", options=given)
+        for reached in reaches:
+            model(*zoo.batch(4), reached).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.commit()
+        found = {name: whole(value).clone() for name, value in model.state_dict().items()}
+        optimizer.engine.tiers.close()
+    return found
+
+
+def test_what_had_its_first_gradient_is_trained_where_a_run_goes_on(pair, tmp_path):
+    """Fault: it stayed as it was from there on, without a word, where the first step there had none for it."""
+    found = []
+    for number, lives in enumerate([[(False, True, False)], [(False, True), (False,)]]):
+        (folder := tmp_path / str(number)).mkdir()
+        found.append(pair.run(in_lives, folder, lives=lives)[0])
+    same_tensors(*found)
+
+
+def evaluates_first(info, tmp_path):
+    model = Cut()
+    optimizer = gs_compile.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+    model.compile(backend="greedysnake", options=options(tmp_path))
+    with torch.no_grad():
+        model(*zoo.batch(4), False)
+    model(*zoo.batch(4), False)
+    return optimizer
+
+
+def test_no_first_gradient_behind_an_evaluation_is_refused_on_ranks(pair, tmp_path):
+    """Fault: weight decay moved the parameter, as the evaluation had not shown that it is idle."""
+    found = pair.outcomes(evaluates_first, tmp_path)
+    assert any("embedding.weight gets no gradient in this first step" in each.failure for each in found)
 
 
 class Squared(zoo.GPT):
