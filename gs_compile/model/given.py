@@ -25,6 +25,7 @@ class Given:
         end = weakref.WeakMethod(self._end)
         self.values = weakref.ref(values, lambda _: (call := end()) and call())
         self._memory = values.detach()  # with the version of the values
+        self._num_holders = num_holders(values)
         self._first, self._was_changed = (changes(values), _ends(values)), False
 
     @property
@@ -34,7 +35,7 @@ class Given:
 
     def _end(self) -> None:
         """The values are going, and so does their memory, unless somebody else has it, as of `.data`."""
-        if num_holders(self._memory) <= 2:  # this, and the values
+        if num_holders(self._memory) <= self._num_holders:
             self._was_changed, self._memory = self.is_changed, torch.empty(0, device="cpu")
 
 

@@ -101,9 +101,9 @@ class SGD(TieredOptimizer):
         begun = self._begun if self.steps.taken and self._begun is not None else own
         if any(self.param_groups[number]["dampening"] for number in own - begun):
             raise OptimizerError(
-                "SGD: a param group's momentum was 0 so far, and it has a dampening: torch does not dampen the gradient "
-                "that a momentum begins with, which here is that of the first step. Set its dampening to 0, or its "
-                "momentum before the first step"
+                "SGD: a param group's momentum was 0 so far, and it has a dampening: torch does not dampen the "
+                "gradient that a momentum begins with, which here is that of the first step. Set its dampening to 0, "
+                "or its momentum before the first step"
             )
         self._begun = begun | own
         return record

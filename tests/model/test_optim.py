@@ -215,15 +215,13 @@ def test_a_dampened_momentum_that_begins_late_is_refused(tmp_path):
 
     with learner(tmp_path, make) as one:
         one.train(0)
-        group = one.optimizer.param_groups[1]
-        group |= {"momentum": 0.9, "dampening": 0.5}
-        loss = one.loss(1)
+        (group := one.optimizer.param_groups[1]).update(momentum=0.9, dampening=0.5)
         with pytest.raises(OptimizerError, match="torch does not dampen the gradient that a momentum begins with"):
-            loss.backward()
+            one.train(1)
         group["dampening"] = 0.0
-        one.train(1)
-        group["dampening"] = 0.5
         one.train(2)
+        group["dampening"] = 0.5
+        one.train(3)
 
 
 def test_all_that_is_trained_needs_an_optimizer_before_the_first_step(tmp_path):

@@ -307,23 +307,6 @@ def test_a_state_that_is_replaced_is_refused(tmp_path):
         one.train(1)
 
 
-def test_a_number_of_steps_that_is_changed_is_refused(tmp_path):
-    """Fault: torch corrects its moments by it; here it was lost, without a word. Sent elsewhere it is the same one."""
-    with learner(tmp_path) as one:
-        one.train(0)
-        for state in one.optimizer.state.values():
-            state["step"] = state["step"].clone()
-        one.train(1)
-        assert {float(state["step"]) for state in one.optimizer.state.values()} == {2.0}
-        state["step"].zero_()
-        with pytest.raises(OptimizerError, match=r"or its step.* optimizer\.load_state_dict\(\)"):
-            one.optimizer.begin_step()
-        state["step"].fill_(2.0)
-        state["step"] = 0
-        with pytest.raises(OptimizerError, match="or its step"):
-            one.optimizer.begin_step()
-
-
 def test_a_change_of_a_state_dicts_tensor_is_refused_where_it_would_be_lost(tmp_path):
     """Fault: torch has changed the state by then; here it was lost, without a word."""
     with learner(tmp_path) as one:
@@ -338,9 +321,6 @@ def test_a_change_of_a_state_dicts_tensor_is_refused_where_it_would_be_lost(tmp_
         assert not one.optimizer.state_dict()["state"][0]["exp_avg"].any()
         one.train(2)
         held["state"][0]["exp_avg_sq"].mul_(2)  # also where steps have come since
-        with pytest.raises(ReleasedParameterError, match="was changed in place"):
-            one.train(3)
-        one.optimizer.state_dict()["state"][0]["exp_avg"].data.zero_()  # which torch does not count
         with pytest.raises(ReleasedParameterError, match="was changed in place"):
             one.train(3)
 

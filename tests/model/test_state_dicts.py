@@ -17,7 +17,6 @@ from zoo import small
 
 import gs_compile
 from gs_compile.model import files
-from gs_compile.model.given import Given
 from gs_compile.model.residency import is_offloaded
 
 KEEPS_CAPTURES = True
@@ -38,29 +37,6 @@ def test_mapped_memory_is_given_back_where_python_leaves_assertions_out(tmp_path
     exec(compile(inspect.getsource(files.leave_memory), files.__file__, "exec", optimize=1), names)  # as python -O does
     names["leave_memory"](files.map_file(tmp_path, 4096))
     assert len(calls) == 1
-
-
-def test_what_a_state_dict_was_given_keeps_no_file(tmp_path):
-    """Its file goes with its value, or with what shares that one's memory."""
-
-    def num_files():
-        return Path("/proc/self/maps").read_text().count(str(tmp_path))
-
-    def value():
-        return files.mapped(
-            (files.SMALL_NBYTES,), torch.float32, tmp_path, lambda start, stop: torch.ones(stop - start)
-        )
-
-    given = Given(own := value())
-    assert num_files() == 1
-    del own
-    assert (num_files(), given.is_changed) == (0, False)
-    given = Given(own := value())
-    data = own.data
-    del own
-    assert (num_files(), given.is_changed) == (1, False)
-    data.mul_(2)
-    assert given.is_changed
 
 
 # State dicts ----------------------------------------------------------------------------------------------------------
