@@ -33,7 +33,8 @@ class Kept:
     positions: the states of samplers and data loaders at the end of the last step. The call that commits the step comes
         after the next batch was taken.
     refusals: end the refusal of state dicts, and of parameters that are used, before the commit's values have come.
-    first_buffers: by name, the buffers that commits store once they are other tensors, or have changed; `commits.KEPT`: from the start.
+    first_buffers: by name, the buffers that commits store once they are other tensors, or have changed; `commits.KEPT`:
+        from the start.
     """
 
     states: dict[str, Any] = field(default_factory=dict)
