@@ -305,6 +305,9 @@ class _Settings(ExitStack):
         self.enter_context(dynamo_config.patch(ignore_logging_functions=ignored))
         # Two dimensions of equal size get two symbols.
         self.enter_context(symbolic_config.patch("use_duck_shape", False))
+        # Where it is installed it chooses an order of an einsum's products by sizes, and so makes numbers of them; when
+        # the einsum runs, it does.
+        self.enter_context(torch.backends.opt_einsum.flags(enabled=False))
         tracing.enter(self, self.has_symbol)
         self.enter_context(stage("tracing the model"))
         callback_handler.register_end_callback(self.end)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,6 +48,33 @@ def guarded(ids):
 class CallsLibrary(GPT):
     def forward(self, ids, *rest):
         return super().forward(guarded(ids), *rest)
+
+
+class OfThree(GPT):
+    """What it is given is weighed by all of its tokens, and by these again."""
+
+    def forward(self, ids, *rest):
+        table = torch.eye(int(ids.shape[1]), dtype=torch.long)
+        return super().forward(torch.einsum("bt,ts,su->bu", ids, table, table), *rest)
+
+
+def in_order(equation, *factors, optimize):
+    """As `contract_path` of opt_einsum, which reads all sizes as numbers."""
+    assert equation.count(",") == len([int(size) for factor in factors for size in factor.shape]) // 2 - 1
+    return [(0, 1), (0, 1)], ""
+
+
+def test_an_order_of_products_that_is_chosen_by_sizes_leaves_the_batch_free(monkeypatch):
+    """opt_einsum, where it is installed, chose it while the model was traced, which fixed the batch's size."""
+    chooses = torch.backends.opt_einsum.m
+    monkeypatch.setattr(chooses, "_opt_einsum", SimpleNamespace(contract_path=in_order))
+    monkeypatch.setattr(chooses, "is_available", lambda: True)
+    monkeypatch.setattr(chooses, "enabled", True)
+    model, plain = OfThree(), OfThree()
+    train(compile_model(model, 2), *batch())
+    train(plain, *batch())
+    assert_same_gradients(gradients(model), gradients(plain))
+    assert torch.backends.opt_einsum.enabled
 
 
 def test_what_a_library_does_that_is_imported_after_the_first_compile_is_traced(monkeypatch):
