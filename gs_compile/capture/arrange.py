@@ -100,14 +100,16 @@ def arrange(readers: Readers, batch: Set[str], *, one: bool) -> Arrangement:
 
 def _goes_on(stream: ResidualStream, earlier: ResidualStream, readers: Readers, order: Mapping[fx.Node, int]) -> bool:
     """Whether the output of an earlier stream's last layer, or what is computed from it alone, such as text and image
-    in one tensor, is the input of this stream's first layer, and nothing else reads it.
+    in one tensor, is the input of this stream's first layer, and nothing else reads it, or other values computed from
+    the earlier stream by then.
     """
     start, end, stop = earlier.boundaries[-1], order[stream.origin], stream.boundaries[0]
     between = [node for node in earlier.nodes if start < order[node] <= end]
+    beside = [node for node in earlier.nodes - stream.nodes if end < order[node] <= stop]
     made = [node for node in earlier.nodes if order[node] <= start]
     taken = [node for node in made if any(start < order[each] <= stop for each in readers[node])]
     is_made_of_them = all(earlier.nodes >= {*node.all_input_nodes} for node in between)
-    is_alone = all(order[each] <= stop for node in (*taken, *between) for each in readers[node])
+    is_alone = all(order[each] <= stop for node in (*taken, *between, *beside) for each in readers[node])
     return stream.origin in earlier.nodes and is_made_of_them and is_alone
 
 

@@ -257,12 +257,15 @@ class _Cut:
                 self._copied_at(joint, node, above)
 
     def _copied_at(self, at: int, value: fx.Node, units: Set[int]) -> fx.Node:
-        """A copy of `value` that the unit `at` makes, for its readers in `units`."""
+        """A copy of `value` that the unit `at` makes, for its readers in `units`.
+
+        It is made last, so that one tensor can have all that the unit is given (`packed`).
+        """
         copied = self._copy(value)
         self.at[copied] = at
-        for node in self.readers:
-            if self.at[node] in units:
-                node.replace_input_with(value, copied)
+        for node in (node for node in self.readers if self.at[node] in units):
+            node.replace_input_with(value, copied)
+        min(copied.users, default=copied.next).prepend(copied)
         self.readers = needed_by(self.wanted, self.graph)
         return copied
 

@@ -107,6 +107,29 @@ class TwoKinds(Diffusion):
         return image
 
 
+class Reading(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, image, text):
+        return image + self.net(image + text.mean(1, keepdim=True)).tanh()
+
+
+class OneIsRead(TwoKinds):
+    """The other blocks change the image, and all read what is made of the text, as those that decode a graph do."""
+
+    def __init__(self):
+        super().__init__(0)
+        self.singles.extend(Reading() for _ in range(3))
+
+    def behind(self, image, text):
+        text = text.tanh()
+        for block in self.singles:
+            image = block(image, text)
+        return image
+
+
 class OneList(TwoKinds):
     def __init__(self):
         super().__init__(0)
@@ -162,11 +185,20 @@ def trained(model, optimizer, tokens):
         pytest.param(TwoKinds, 3, None, marks=pytest.mark.slow),
         (partial(TwoKinds, 5), 6, None),  # as many tokens of text as of image; the blocks of one tensor have most nodes
         pytest.param(OneList, 3, None, marks=pytest.mark.slow),
+        (OneIsRead, 3, LAYERS),
         pytest.param(JoinedBetween, 3, None, marks=pytest.mark.slow),  # as the last one
         pytest.param(NormedBetween, 3, LAYERS, marks=pytest.mark.slow),
         (Refined, 3, 2),
     ],
-    ids=["two tensors everywhere", "one length", "one list", "joined between", "a joint between", "a joint ahead"],
+    ids=[
+        "two tensors everywhere",
+        "one length",
+        "one list",
+        "one is read",
+        "joined between",
+        "a joint between",
+        "a joint ahead",
+    ],
 )
 def test_blocks_of_other_kinds_beside_them_are_layers_too(build, tokens, joint, tmp_path):
     """Trained from SSD, each block as a layer, as plain PyTorch does; SGD changes values by their gradients alone."""
