@@ -41,7 +41,7 @@ class Given:
 
 def _ends(values: Tensor) -> int:
     flat = values.as_strided((values.numel(),), (1,)).view(torch.uint8)
-    return xxh3_64_intdigest(torch.cat([flat[:END_NBYTES], flat[-END_NBYTES:]]).numpy().data)
+    return xxh3_64_intdigest(torch.cat([flat[:END_NBYTES], flat[-END_NBYTES:]]).cpu().numpy().data)
 
 
 def state_of(tensor: Tensor) -> tuple[int, int]:
