@@ -118,6 +118,7 @@ def stored_run(*folders: Path, on_disk: bool = True, seed: int = 0, run: str = R
         "rest": (StoredTensor("layers.0.counts", "int64", (2, 3), 0),),
         "rank": 0,
         "world": 1,
+        "never": ("layers.0.bias",),
     }
     return Manifest(**{**fields, **changes})
 
