@@ -198,10 +198,10 @@ def tell_of_wide(error: BaseException, given: Mapping[str, object]) -> None:
 
 def tell_of_wide_in_frame() -> None:
     """`tell_of_wide`, as the compile of a frame ends with an error."""
-    values = compiled_frame()["locals"]
-    given = {name: each for module in modules_in(values).values() for name, each in module.named_buffers()}
     if isinstance(error := sys.exception(), TorchRuntimeError):
-        tell_of_wide(error, {**given, **values})
+        values = compiled_frame()["locals"]
+        buffers = {name: each for module in modules_in(values).values() for name, each in module.named_buffers()}
+        tell_of_wide(error, {**buffers, **values})
 
 
 def refuse_block(models: Iterable[object]) -> None:

@@ -65,19 +65,19 @@ def _seen(result: Tensor, used: Used) -> Tensor:
     return result
 
 
-def shares_memory(first: Tensor, second: Tensor) -> bool:
-    """Whether one is a view of the other, or both of a third tensor; False if one has no memory of its own."""
-    if first.layout is not torch.strided or DTensor in (type(first), type(second)):
-        return False
-    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr() != 0
-
-
 def address(tensor: Tensor) -> int:
     """Of all that a tensor's memory is a part of; nothing else has it while that lives. 0: it has none of its own."""
     try:
         return tensor.untyped_storage().data_ptr()
     except RuntimeError:  # a wrapper of functorch's
         return 0
+
+
+def shares_memory(first: Tensor, second: Tensor) -> bool:
+    """Whether one is a view of the other, or both of a third tensor; False if one has no memory of its own."""
+    if first.layout is not torch.strided or DTensor in (type(first), type(second)):
+        return False
+    return address(first) == address(second) != 0
 
 
 def plain(tensor: Tensor) -> Tensor:
