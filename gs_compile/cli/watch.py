@@ -25,11 +25,11 @@ from gs_compile.status.words import (
     binding,
     compared,
     condition,
-    duration,
     lane_rows,
     plan_words,
     rate,
     step_words,
+    under_way_text,
     wear,
 )
 
@@ -142,9 +142,7 @@ def _step(status: Status) -> str:
     step = status.step
     if status.state != "running" or step is None:
         return "between two steps" if status.state == "running" else "over"
-    call = f"call {step.call}, " if step.call > 1 else ""
-    left = "" if math.isnan(step.left_seconds) else f", about {duration(step.left_seconds)} left"
-    return f"step {step.number} {bar(step.part)} {call}{step.stage}, {duration(step.seconds)}{left}"
+    return under_way_text(step)
 
 
 def _lanes(status: Status) -> str:

@@ -41,7 +41,12 @@ TURN_SECONDS = 2.0  # for which a run waits for another one that begins there, b
 
 def write(path: Path, status: Status) -> None:
     """Write a status to a file, atomically; OSError if that fails."""
-    replace(path, json.dumps(plain(status), separators=(",", ":"), allow_nan=False))
+    replace(path, text_of(status))
+
+
+def text_of(status: Status) -> str:
+    """A status as JSON."""
+    return json.dumps(plain(status), separators=(",", ":"), allow_nan=False)
 
 
 def replace(path: Path, text: str) -> None:

@@ -5,7 +5,6 @@ All numbers are those of its status, which the page also contains.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import time
@@ -18,7 +17,7 @@ from gs_compile.planner.summary import rate_text, seconds_text
 from gs_compile.program.ir import TIERS, WORDS
 from gs_compile.runtime.storage.folder import date_of
 from gs_compile.runtime.trace import Total
-from gs_compile.status.file import plain
+from gs_compile.status.file import text_of
 from gs_compile.status.form import Status
 from gs_compile.status.step import StepInfo
 from gs_compile.status.words import (
@@ -59,7 +58,7 @@ def page(status: Status, now: float | None = None) -> str:
         "state": escape(f"This run {words}. Begun {date_of(about.began)}, written {date_of(status.written)}."),
         "cards": _cards(status),
         "body": "\n".join(f"<h2>{title}</h2>\n{text}" for title, text in sections.items()),
-        "data": json.dumps(plain(status), separators=(",", ":")).replace("<", "\\u003c"),
+        "data": text_of(status).replace("<", "\\u003c"),
     }
     return re.sub(r"@(title|refresh|mood|state|cards|body|data)\b", lambda found: parts[found[1]], TEMPLATE.read_text())
 

@@ -54,7 +54,7 @@ class Reporter:
         self._on_line = threading.Lock()
         self._failed: set[Path] = set()  # files that could not be written, and that the log has named
         if outlets.status is not None:  # at once, which takes its name
-            self._write(outlets.status, None, record.status())
+            self._write(outlets.status, file.text_of, record.status())
         self._thread = threading.Thread(target=self._report, name="greedysnake status", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # runs before the storage's own end, which was registered earlier
@@ -78,7 +78,7 @@ class Reporter:
         self._write(self.outlets.page, page, status)
         gone = [self.outlets.entry]
         if self.outlets.keeps():
-            self._write(self.outlets.status, None, status)
+            self._write(self.outlets.status, file.text_of, status)
         else:
             gone.append(self.outlets.status)
         for path in filter(None, gone):
@@ -96,7 +96,7 @@ class Reporter:
         outlets = self.outlets
         if outlets.status is not None or (outlets.page is not None and seconds % PAGE_SECONDS == 0):
             status = self.record.status()
-            self._write(outlets.status, None, status)
+            self._write(outlets.status, file.text_of, status)
             if seconds % PAGE_SECONDS == 0:
                 self._write(outlets.page, page, status)
         if outlets.line is not None and (outlets.line.is_terminal or seconds % LINE_SECONDS == 0):
@@ -109,14 +109,11 @@ class Reporter:
         if self.outlets.line is not None:
             self.outlets.line.show(words)
 
-    def _write(self, path: Path | None, draw: Callable[[Status], str] | None, status: Status) -> None:
+    def _write(self, path: Path | None, draw: Callable[[Status], str], status: Status) -> None:
         if path is None:
             return
         try:
-            if draw is None:
-                file.write(path, status)
-            else:
-                file.replace(path, draw(status))
+            file.replace(path, draw(status))
         except OSError as error:
             if path not in self._failed:
                 log.warning("%s cannot be written: %s; the run goes on without it", path, error.strerror)

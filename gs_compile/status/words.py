@@ -20,14 +20,18 @@ from gs_compile.status.step import StepInfo
 MOVING = ("ssd_read", "ssd_write", "h2d", "d2h", "net")  # lanes whose rate a bar shows
 
 
-def bar_text(step: UnderWay) -> str:
-    """``step 12 ━━━━━━──── backward of layer 3, 42 s, about 31 s left, ssd_read 1.1 GiB/s``"""
+def under_way_text(step: UnderWay) -> str:
+    """``step 12 ━━━━━━──── backward of layer 3, 42 s, about 31 s left``"""
     call = f"call {step.call}, " if step.call > 1 else ""
+    left = "" if math.isnan(step.left_seconds) else f", about {duration(step.left_seconds)} left"
+    return f"step {step.number} {bar(step.part)} {call}{step.stage}, {duration(step.seconds)}{left}"
+
+
+def bar_text(step: UnderWay) -> str:
+    """The same with rates: ``..., ssd_read 1.1 GiB/s``"""
     moved = ((lane, step.lanes[lane].nbytes) for lane in MOVING if lane in step.lanes)
-    rates = [f"{lane} {rate(nbytes, step.seconds)}" for lane, nbytes in moved if nbytes]
-    left = "" if math.isnan(step.left_seconds) else f"about {duration(step.left_seconds)} left"
-    words = [f"{call}{step.stage}", duration(step.seconds), left, *rates]
-    return f"step {step.number} {bar(step.part)} {', '.join(filter(None, words))}"
+    rates = (f"{lane} {rate(nbytes, step.seconds)}" for lane, nbytes in moved if nbytes)
+    return ", ".join([under_way_text(step), *rates])
 
 
 def condition(status: Status, now: float) -> str:
