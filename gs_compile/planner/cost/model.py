@@ -34,20 +34,26 @@ if TYPE_CHECKING:
 SAMPLES = 2  # of the batch that is captured: a dimension of one would be taken for a constant
 DEPTH = 2  # blocks of a shortened stack: the fewest that can be compared
 PLAIN = (bool, int, float, str, tuple, list, dict, set, frozenset, torch.dtype, torch.device, torch.Size)
-# Layers, heads and width of arXiv 2512.17570, section 6.1.
-GPTS = {"gpt-30b": (48, 56, 7168), "gpt-65b": (80, 64, 8192), "gpt-175b": (96, 96, 12288)}
-# Layers, heads, width, and width of the MLP of arXiv 2407.21783, table 3.
-LLAMAS = {
-    "llama-8b": (32, 32, 4096, 14336),
-    "llama-70b": (80, 64, 8192, 28672),
-    "llama-405b": (126, 128, 16384, 53248),
-}
-# Layers and experts of arXiv 2508.10925, table 1; everything else is transformers' default.
-GPT_OSSES = {"gpt-oss-20b": (24, 32), "gpt-oss-120b": (36, 128)}
-KNOWN = (*GPTS, *LLAMAS, *GPT_OSSES)
 OF_HUB = "an id of the hub, such as Qwen/Qwen3-14B"
-POSITIONS = 2048
-VOCABULARY = 50304  # GPT-2's 50257, made a multiple of 128 as Megatron-LM does
+# The fields of the models that have a name here, where they differ from transformers' default.
+GPT: dict[str, Any] = {"model_type": "gpt2", "n_positions": 2048}
+GPT |= {"vocab_size": 50304}  # GPT-2's 50257, made a multiple of 128 as Megatron-LM does
+GPT |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+LLAMA = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072}
+LAYERS, HEADS, WIDTH, HIDDEN = "num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size"
+KNOWN: dict[str, dict[str, Any]] = {
+    # arXiv 2512.17570, section 6.1
+    "gpt-30b": GPT | {"n_layer": 48, "n_head": 56, "n_embd": 7168},
+    "gpt-65b": GPT | {"n_layer": 80, "n_head": 64, "n_embd": 8192},
+    "gpt-175b": GPT | {"n_layer": 96, "n_head": 96, "n_embd": 12288},
+    # arXiv 2407.21783, table 3
+    "llama-8b": LLAMA | {LAYERS: 32, HEADS: 32, WIDTH: 4096, HIDDEN: 14336},
+    "llama-70b": LLAMA | {LAYERS: 80, HEADS: 64, WIDTH: 8192, HIDDEN: 28672},
+    "llama-405b": LLAMA | {LAYERS: 126, HEADS: 128, WIDTH: 16384, HIDDEN: 53248},
+    # arXiv 2508.10925, table 1
+    "gpt-oss-20b": {"model_type": "gpt_oss", LAYERS: 24, "num_local_experts": 32},
+    "gpt-oss-120b": {"model_type": "gpt_oss", LAYERS: 36, "num_local_experts": 128},
+}
 
 
 def named_config(model: str, **changes: Any) -> PretrainedConfig:
@@ -58,21 +64,7 @@ def named_config(model: str, **changes: Any) -> PretrainedConfig:
     are Llama 3.1's, "gpt-oss-20b" OpenAI's.
     """
     mapping = _transformers().CONFIG_MAPPING
-    if model in GPTS:
-        num_layers, num_heads, width = GPTS[model]
-        sizes = {"n_layer": num_layers, "n_head": num_heads, "n_embd": width, "n_positions": POSITIONS}
-        rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        return mapping["gpt2"](vocab_size=VOCABULARY, use_cache=False, name_or_path=model, **(sizes | rates | changes))
-    if model in LLAMAS:
-        num_layers, num_heads, width, hidden = LLAMAS[model]
-        sizes = {"num_hidden_layers": num_layers, "num_attention_heads": num_heads, "hidden_size": width}
-        sizes |= {"intermediate_size": hidden, "num_key_value_heads": 8, "vocab_size": 128256}
-        sizes |= {"max_position_embeddings": 131072, "use_cache": False}
-        return mapping["llama"](name_or_path=model, **(sizes | changes))
-    if model in GPT_OSSES:
-        sizes = dict(zip(("num_hidden_layers", "num_local_experts"), GPT_OSSES[model], strict=True))
-        return mapping["gpt_oss"](name_or_path=model, use_cache=False, **(sizes | changes))
-    fields = _read(model)
+    fields = {"name_or_path": model, **KNOWN[model]} if model in KNOWN else _read(model)
     model_type = str(fields.pop("model_type", model))
     if model_type not in mapping:
         close = get_close_matches(model_type, [*KNOWN, *mapping.keys()], n=3)
