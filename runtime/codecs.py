@@ -157,7 +157,6 @@ class FourBits(Codec):
         return values.add_(tensors["nested_offset"])
 
 
-@dataclass(frozen=True)
 class Int8(Codec):
     name = "int8"
 
@@ -180,7 +179,6 @@ class Int8(Codec):
             to.copy_(codes.float().mul_(of).mul_(1 / 127))
 
 
-@dataclass(frozen=True)
 class Fp8(Codec):
     name = "fp8"
 
@@ -212,7 +210,6 @@ class Fp8(Codec):
                 there.copy_(codes.float().mul_(scale))
 
 
-@dataclass(frozen=True)
 class Mxfp4(Codec):
     """Blocks of inputs: along the rows of a matrix [outputs, inputs], as of `nn.Linear`, and along the columns of
     matrices [experts, inputs, outputs], as gpt-oss has them.

@@ -257,17 +257,12 @@ class _Number(VariableTracker):
         super().__init__()
         self.tensor, self.refuse, self.method = tensor, refuse, method
 
-    def as_proxy(self) -> Any:
+    def as_proxy(self, *_: Any) -> Any:
         self.refuse()
 
-    def call_method(self, *_: Any) -> Any:
-        self.refuse()
-
-    def bool_impl(self, *_: Any) -> Any:  # otherwise Dynamo takes it for an object, which is true
-        self.refuse()
-
-    def richcompare_impl(self, *_: Any) -> Any:
-        self.refuse()
+    call_method: Any = as_proxy
+    richcompare_impl: Any = as_proxy
+    bool_impl: Any = as_proxy  # otherwise Dynamo takes it for an object, which is true
 
     def python_type(self) -> type:
         dtype = self.tensor.as_proxy().node.meta["example_value"].dtype
