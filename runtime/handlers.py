@@ -106,15 +106,8 @@ class Handlers:
         assert commits is not None, "no step is committed"
         homes = [home for home, _ in commits.stale()]
         after = table.users.awaited(homes, ())
-        ticket = commits.under_way = self.tiers.lane(op.lane).submit(
-            op.name,
-            commits.seal(),
-            after,
-            nbytes=sum(table.contents[home].nbytes for home in homes),
-            kind=op.kind,
-            stage=str(op.stage),
-            number=self.tiers.trace.number,
-        )
+        nbytes = sum(table.contents[home].nbytes for home in homes)
+        ticket = commits.under_way = self.tiers.submit(op, commits.seal(), after, nbytes)
         for home in homes:
             table.users.use(home, ticket)
 

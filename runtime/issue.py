@@ -339,15 +339,7 @@ class TieredExecutor(Executor):
             work = partial(self.tiers.optimizer.update, op, reads, targets, self._record_of(op))
         else:
             work = partial(self._handlers.move, op, reads, targets, self.record)
-        ticket = self.tiers.lane(op.lane).submit(
-            op.name,
-            work,
-            after,
-            nbytes=self._handlers.moved_nbytes(op, targets),
-            kind=op.kind,
-            stage=str(op.stage),
-            number=self.tiers.trace.number,
-        )
+        ticket = self.tiers.submit(op, work, after, self._handlers.moved_nbytes(op, targets))
         if op.verb == "reduce_scatter":
             targets[1].ticket = ticket
         for value in op.reads:

@@ -13,7 +13,7 @@ from gs_compile.errors import LaneError, RankError, StepOrderError, StorageError
 from gs_compile.placement.kinds import is_of_units, nbytes_of, slot_of
 from gs_compile.placement.placement import Placement
 from gs_compile.placement.ranges import ResultRange, result_ranges
-from gs_compile.program.ir import LANES, Program, Value
+from gs_compile.program.ir import LANES, Op, Program, Value
 from gs_compile.runtime.ahead import Ahead
 from gs_compile.runtime.alarm import OF_US
 from gs_compile.runtime.commits import Commits
@@ -167,6 +167,11 @@ class Tiers(Homes):
                 copies=name in ("h2d", "d2h"),
             )
         return self._lanes[name]
+
+    def submit(self, op: Op, work: Callable[[], object], after: Sequence[Ticket], nbytes: int) -> Ticket:
+        """Give an operation of a program to its lane. nbytes: that it moves."""
+        told = {"nbytes": nbytes, "kind": op.kind, "stage": str(op.stage), "number": self.trace.number}
+        return self.lane(op.lane).submit(op.name, work, after, **told)
 
     def leave(self, record: StepRecord) -> None:
         """Close a step: only what its late updates need is kept, until they have run."""
