@@ -43,7 +43,7 @@ class Commits:
     alike: names of parts of the resumed run that stay in their files.
     """
 
-    def __init__(self, setting: Setting, values: ValueTable, alike: Set[str] = frozenset()) -> None:
+    def __init__(self, setting: Setting, values: ValueTable, alike: Set[str]) -> None:
         self.setting = setting
         self.values = values
         self.snapshot: Snapshot | None = None

@@ -27,7 +27,7 @@ class Handlers:
     """The operations of one step, by verb and kind; the coordinators carry them out."""
 
     def __init__(
-        self, tiers: Tiers, placement: Placement, units: CompiledUnits, bindings: Bindings, number: int = 0
+        self, tiers: Tiers, placement: Placement, units: CompiledUnits, bindings: Bindings, number: int
     ) -> None:
         self.number = number  # of the step among those under way
         self.tiers = tiers

@@ -72,9 +72,7 @@ class Slab:
     num_calls: the number of segments that are kept mapped, one for each open call of the model.
     """
 
-    def __init__(
-        self, placement: Placement, device: Device, budget_nbytes: int | None = None, num_calls: int = 1
-    ) -> None:
+    def __init__(self, placement: Placement, device: Device, budget_nbytes: int | None, num_calls: int) -> None:
         self.budget_nbytes, self._num_calls = budget_nbytes, num_calls
         self._device = device
         fixed = fixed_offsets(placement)

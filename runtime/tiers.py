@@ -49,10 +49,10 @@ class Tiers(Homes):
         rules: UpdateRules,
         *,
         trace: Trace,
-        host_nbytes: int | None = None,
-        num_calls: int = 1,
-        num_threads: int | None = None,
-        alike: Set[str] = frozenset(),
+        host_nbytes: int | None,
+        num_calls: int,
+        num_threads: int | None,
+        alike: Set[str],
     ) -> None:
         super().__init__(setting)
         placement, ranks = setting.placement, setting.ranks
@@ -127,7 +127,7 @@ class Tiers(Homes):
             self.synchronize()
         return self.slab.segment(program)
 
-    def make_files(self, program: Program, placement: Placement, number: int = 0) -> None:
+    def make_files(self, program: Program, placement: Placement, number: int) -> None:
         """Reserve room on SSD for all files of a step, before it begins; number: see `TieredExecutor`.
 
         Raises StorageFullError if there is none. The run goes on, unless there are other ranks, which would wait.

@@ -120,7 +120,7 @@ def notes(plan: StepPlan) -> Iterator[str]:
         yield f"the drives last as long as asked if a step begins every {plan.written / wear:.3g} s, and not sooner"
 
 
-def longer_life(plan: StepPlan, narrower: Narrower = ()) -> Iterator[str]:
+def longer_life(plan: StepPlan, narrower: Narrower) -> Iterator[str]:
     """Notes on settings with which drives that wear out within years last twice as long, and on what that costs, by the
     linear program; narrower: see `sparing`.
     """

@@ -94,9 +94,7 @@ def lifetime(program: Program, placement: Placement, *, late: bool = False) -> P
     return decided_periods(program, placement, late=late)[0]
 
 
-def decided_periods(
-    program: Program, placement: Placement, *, late: bool = False
-) -> tuple[Program, tuple[Period, ...]]:
+def decided_periods(program: Program, placement: Placement, *, late: bool) -> tuple[Program, tuple[Period, ...]]:
     """The program with fewer round trips, and every period with what was decided on it."""
     decided: list[Period] = []
     room, homes = _room(placement), placement.homes(late=late)

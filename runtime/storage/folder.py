@@ -97,7 +97,7 @@ class Folder:
                 return cls(path, fd, lock_fd)
 
     @classmethod
-    def first_free(cls, directory: Path, *, is_durable: bool = False) -> Folder:
+    def first_free(cls, directory: Path, *, is_durable: bool) -> Folder:
         """The first folder in a directory that no other model of this process has.
 
         is_durable: no other may have one there. Otherwise the folder of a run would depend on the order of first calls,
@@ -243,7 +243,7 @@ def is_made(path: Path) -> bool:
     return bool(is_named) and stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
 
 
-def leftovers(folder: Path, keep: Collection[str] = ()) -> str:
+def leftovers(folder: Path, keep: Collection[str]) -> str:
     """What a run that was killed has left in a folder that nobody has locked, in words; empty: nothing.
 
     keep: names that belong to its commit. Raises LeftoverError where something is there that no run makes.

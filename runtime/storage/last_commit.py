@@ -56,7 +56,7 @@ def order(commit: Manifest) -> tuple[int, int]:
     return commit.step, commit.number
 
 
-def last_commit(drives: Iterable[Drive], *, resume: bool, agree: Agree | None = None) -> Manifest | None:
+def last_commit(drives: Iterable[Drive], *, resume: bool, agree: Agree | None) -> Manifest | None:
     """The last commit that a run has left on these drives, and on further ones of its own; a drive may lack the newest.
 
     agree: for several ranks, each of which may have prepared one more; the step that they agree on is committed.
