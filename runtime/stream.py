@@ -57,13 +57,6 @@ class Stream(Protocol):
     def wait_event(self, event: Any) -> None: ...
 
 
-class Clock(Protocol):
-    """Says when events happened."""
-
-    def seconds(self, start: Any, end: Any) -> tuple[float, float]:
-        """When two events happened, by the clock of `time.perf_counter`; both have."""
-
-
 class Device:
     """A device whose memory is the host's: what is computed is done on return."""
 
@@ -149,13 +142,14 @@ def settle(device: Device, stream: Stream | None) -> None:
 
 
 @dataclass(frozen=True)
-class _Anchored:
-    """A clock: an event, and when it happened. The time between two events is a float32 of milliseconds."""
+class Clock:
+    """An event, and when it happened. The time between two events is a float32 of milliseconds."""
 
     event: Any
     at_seconds: float
 
     def seconds(self, start: Any, end: Any) -> tuple[float, float]:
+        """When two events happened, by the clock of `time.perf_counter`; both have."""
         begin = self.at_seconds + self.event.elapsed_time(start) / 1e3
         return begin, begin + max(0.0, start.elapsed_time(end)) / 1e3
 
@@ -169,7 +163,7 @@ class Accelerator(Device):
     def __init__(self, device: torch.device) -> None:
         index = torch.accelerator.current_device_index() if device.index is None else device.index
         super().__init__(torch.device(device.type, index))
-        self._clock: _Anchored | None = None
+        self._clock: Clock | None = None
         self._beside: Any = None  # a stream on which nothing waits
 
     @property
@@ -210,7 +204,7 @@ class Accelerator(Device):
         self._beside = self._beside or self.new_stream()
         event = self.record(self._beside)
         event.synchronize()
-        self._clock = _Anchored(event, time.perf_counter())
+        self._clock = Clock(event, time.perf_counter())
 
     def synchronize(self) -> None:
         torch.accelerator.synchronize(self.device)

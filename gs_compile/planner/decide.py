@@ -72,7 +72,7 @@ def _decided(problem: Problem) -> StepPlan:
     """The plan with one kind of masters."""
     found = settled.undecided(problem)
     plan = _solved(found) if isinstance(found, Problem) else found
-    plan = with_layer_tokens(with_variant(plan) if problem.request.spec.variants else plan)
+    plan = with_layer_tokens(with_variant(plan) if problem.request.spec.fills_memory else plan)
     return replace(plan, notes=(*plan.notes, *_of_timing(plan))) if plan.is_solved else plan
 
 

@@ -263,11 +263,10 @@ class RunPlanner:
 
     def _together(self, ranks: Ranks, budgets: CallBudgets) -> Planned:
         """The first rank's plan; all ranks take part in measurements for it."""
-        own_pass = self.request.spec.variants is not None
         first = self.problem(budgets, self.model.masters)
         if self.beside_nbytes:  # the cost of such updates needs the profile
             _ = self.figures.profile
-        if ranks.from_first("whether to plan", lambda: own_pass or self._needs_figures(first)):
+        if ranks.from_first("whether to plan", lambda: self.request.spec.fills_memory or self._needs_figures(first)):
             _ = self.figures.profile
         here: list[Planned] = []
 

@@ -68,7 +68,7 @@ def step_report(plan: StepPlan, files: Mapping[str, Path]) -> str:
     spec, peaks, room = SCHEDULES[plan.schedule], plan.simulation.peaks.items(), plan.simulation.room
     most = {tier: format_bytes(nbytes) for tier, nbytes in room.items()}
     memory = [(tier, format_bytes(nbytes), most.get(tier, "no bound")) for tier, nbytes in peaks]
-    decided = variants.table(plan.placement, plan.problem.builder) if spec.fills_memory else ""
+    decided = variants.table(plan.placement, plan.problem.builder)
     sections = {
         "What each lane does in a step:": _lanes(plan),
         "What the computation waits for:": _times(plan, plan.simulation.bubbles) or "nothing",
