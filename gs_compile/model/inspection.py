@@ -29,6 +29,7 @@ from gs_compile.codegen.compiled import Compilation, Step, compilations_of
 from gs_compile.codegen.pieces import InPieces
 from gs_compile.errors import InspectionError
 from gs_compile.machine import format_bytes
+from gs_compile.planner.request import several
 from gs_compile.planner.summary import on_tokens
 from gs_compile.program.fx import graph_module
 from gs_compile.program.ir import EPILOGUE, PROLOGUE, Program, StepShape, Unit, height
@@ -181,8 +182,8 @@ class Inspection:
         """Layers, classes, micro-batches and sizes in one line."""
         num_parameters = sum(spec.numel for spec in self.parameters().values())
         return (
-            f"{_counted(self.num_layers, self._layer)} of {_counted(len(self.classes), 'class')}, "
-            f"{_counted(self.num_micro_batches, 'micro-batch')} of {self.micro_batch_size}, "
+            f"{several(self.num_layers, self._layer)} of {several(len(self.classes), 'class')}, "
+            f"{several(self.num_micro_batches)} of {self.micro_batch_size}, "
             f"{num_parameters:,} parameters of {format_bytes(self._nbytes())}, "
             f"checkpoints of {format_bytes(self.checkpoint.nbytes)}"
         )
@@ -282,7 +283,7 @@ class Inspection:
         return sum(spec.nbytes for spec in self.parameters(*units).values())
 
     def _size(self, unit: UnitClass) -> str:
-        return f"{_counted(unit.num_operations, 'operation')}, {format_bytes(self._nbytes(unit.units[0]))}"
+        return f"{several(unit.num_operations, 'operation')}, {format_bytes(self._nbytes(unit.units[0]))}"
 
     @property
     def _layer(self) -> str:
@@ -313,11 +314,6 @@ def report(compilation: Compilation) -> None:
 def _latest(compilation: Compilation) -> Step:
     assert compilation.latest is not None
     return compilation.latest
-
-
-def _counted(number: int, one: str) -> str:
-    ending = "" if number == 1 else "es" if one.endswith(("s", "ch")) else "s"
-    return f"{number} {one}{ending}"
 
 
 def _describe(shape: StepShape) -> str:

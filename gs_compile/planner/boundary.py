@@ -24,6 +24,7 @@ from gs_compile.placement.kinds import nbytes_of
 from gs_compile.placement.placement import Placement
 from gs_compile.planner.ladders import FASTER, Ladder, each_of, fastest
 from gs_compile.planner.problem import Problem
+from gs_compile.planner.request import several
 from gs_compile.planner.simulate.simulator import Simulation
 from gs_compile.program.ir import PROLOGUE, TIED, Unit, Value
 
@@ -127,7 +128,7 @@ def said(placement: Placement) -> str:
     words = {
         f"{kept('parameters', carried)} that the next step reads first stay in host memory until then": carried,
         f"{retained} stay in host memory from the forward to the backward": retained,
-        f"states of the updates after the last backward are read {early} layer{'s' * (early > 1)} earlier": early,
-        f"all that is read from SSD is read {deep} stage{'s' * (deep > 1)} earlier": deep,
+        f"states of the updates after the last backward are read {several(early, 'layer')} earlier": early,
+        f"all that is read from SSD is read {several(deep, 'stage')} earlier": deep,
     }
     return "; ".join(text for text, is_so in words.items() if is_so)

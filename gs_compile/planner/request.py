@@ -327,9 +327,10 @@ class Budgets:
         return max(nbytes, 1)
 
 
-def several(number: int) -> str:
+def several(number: int, one: str = "micro-batch") -> str:
     """``1 micro-batch``, ``2 micro-batches``"""
-    return f"{number} micro-batch{'es' if number > 1 else ''}"
+    ending = "" if number == 1 else "es" if one.endswith(("s", "ch")) else "s"
+    return f"{number} {one}{ending}"
 
 
 SILENT: Mapping[str, Any] = {each.name: each.default for each in fields(Request)}  # a request that asks for nothing
