@@ -51,7 +51,12 @@ class Found:
 
     @property
     def known(self) -> list[Manifest]:
-        """The commits from which a rank can resume: its last one, and the newest that it has prepared after that."""
+        """The commits from which a rank can resume: its last, and the newest that it has prepared since.
+
+        Raises `problem`.
+        """
+        if self.problem is not None:
+            raise self.problem
         return [max(each.values(), key=order) for each in (self.commits, self.prepared) if each]
 
     def garbage(self, folder: Path, *, everything: bool = False) -> dict[str, int]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from gs_compile.cli.stored.runs import Found, found_in, look
+from gs_compile.cli.stored.runs import found_in, look
 from gs_compile.cli.stored.values import Values, unchanged
 from gs_compile.errors import CorruptionError, StorageError
 from gs_compile.machine import format_bytes
@@ -78,11 +78,11 @@ def verify(directory: Path) -> list[dict[str, Any]]:
     """
     runs: dict[str, Path] = {}
     for each in found_in(directory):
-        for commit in _commits(each)[:1]:
+        for commit in each.known[:1]:
             runs.setdefault(commit.run, each.folder)
     reports: list[dict[str, Any]] = []
     for folder in runs.values():  # each is looked at again, as it may have changed
-        for place in range(len(_commits(look(folder)))):
+        for place in range(len(look(folder).known)):
             find = partial(_commit_at, folder, place)
             with unchanged(find(), find) as found:
                 reports += map(_verified, found)
@@ -90,13 +90,7 @@ def verify(directory: Path) -> list[dict[str, Any]]:
 
 
 def _commit_at(folder: Path, place: int) -> list[Manifest]:
-    return _commits(look(folder))[place : place + 1]
-
-
-def _commits(found: Found) -> list[Manifest]:
-    if found.problem is not None:
-        raise found.problem
-    return found.known
+    return look(folder).known[place : place + 1]
 
 
 def _verified(values: Values) -> dict[str, Any]:
