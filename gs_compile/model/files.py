@@ -28,10 +28,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from gs_compile.capture.internals import changes, tree_leaves, tree_map_only
-from gs_compile.errors import RankError, StorageError, StorageFullError
-from gs_compile.machine import format_bytes, free_storage
+from gs_compile.errors import RankError, StorageError
+from gs_compile.machine import free_storage
 from gs_compile.model.stand_in import StandIn, applied, plain
 from gs_compile.runtime.ranks import Ranks
+from gs_compile.runtime.storage import system
+from gs_compile.runtime.storage.folder import TO_BE, as_storage_error
 from gs_compile.runtime.stream import is_in_host_memory
 
 Read = Callable[[int, int], Tensor]  # the elements from one place to another
@@ -60,10 +62,8 @@ def _fill(flat: Tensor, read: Read) -> None:
 
 def directory(folder: Path) -> Path:
     """The directory of the files; made for this user alone if it is not there."""
-    try:
+    with as_storage_error("creation of the directory", folder, TO_BE):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"{folder}: the storage directory cannot be made: {error}") from error
     return folder
 
 
@@ -74,15 +74,11 @@ def map_file(folder: Path, nbytes: int) -> torch.UntypedStorage:
             os.posix_fallocate(file.fileno(), 0, nbytes)
             storage = torch.UntypedStorage.from_file(f"/dev/fd/{file.fileno()}", shared=True, nbytes=nbytes)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise StorageFullError(
-                f"{folder} has no room for the next values: {format_bytes(nbytes)} needed, "
-                f"{format_bytes(free_storage(folder))} free. "
-                "Give another directory as storage="
-            ) from error
-        raise StorageError(f"{folder}: cannot make a file of {nbytes} bytes: {error}") from error
+        if error.errno in system.FULL:
+            raise system.full(nbytes, free_storage(folder), error.errno, folder) from error
+        raise system.failed(f"creation of a file of {nbytes} bytes failed", error, folder) from error
     except RuntimeError as error:
-        raise StorageError(f"{folder}: cannot map a file of {nbytes} bytes: {error}") from error
+        raise StorageError(errno.EIO, f"mapping of a file of {nbytes} bytes failed: {error}", str(folder)) from error
     assert isinstance(storage, torch.UntypedStorage)
     return storage
 

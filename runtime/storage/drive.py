@@ -20,10 +20,9 @@ from gs_compile.errors import (
     CorruptionError,
     SlowStorageWarning,
     StorageError,
-    StorageFullError,
     StorageLockedError,
 )
-from gs_compile.machine import file_system, format_bytes, free_storage
+from gs_compile.machine import file_system, free_storage
 from gs_compile.placement.slab import rounded
 from gs_compile.runtime.alarm import OF_US
 from gs_compile.runtime.storage import manifest, ssd, system
@@ -84,7 +83,7 @@ class Drive:
             except BaseException as error:  # also where the user interrupts it
                 self._discard(fd, name)
                 if isinstance(error, OSError) and error.errno in system.FULL:
-                    raise self._full(nbytes, error.errno) from error
+                    raise system.full(nbytes, self.room_nbytes, error.errno, self.folder) from error
                 raise
         grid = Grid.of(nbytes, chunk)
         return self._take(fd, name, grid, ssd.sums_of_zeros(grid))
@@ -178,7 +177,7 @@ class Drive:
     def check_room(self, nbytes: int, beside: str = "") -> None:
         """beside: what has room already, in words."""
         if nbytes > self.room_nbytes:
-            raise self._full(nbytes, errno.ENOSPC, beside)
+            raise system.full(nbytes, self.room_nbytes, errno.ENOSPC, self.folder, beside)
 
     def bytes_per_second(self) -> float:
         """The bandwidth of writing and reading the same amount, measured on a file that is removed again."""
@@ -209,10 +208,6 @@ class Drive:
             self.own.unlink(PROBE)  # open may have made the file before it refused
             return False
         return True
-
-    def _full(self, nbytes: int, number: int, beside: str = "") -> StorageFullError:
-        room = f"{format_bytes(nbytes)} are needed{beside} and {format_bytes(self.room_nbytes)} are free"
-        return StorageFullError(number, f"{room} ({os.strerror(number)}): {system.REMEDIES[number]}", str(self.folder))
 
     @contextlib.contextmanager
     def _probe(self, nbytes: int) -> Iterator[File]:

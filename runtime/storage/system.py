@@ -15,12 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from gs_compile.errors import StorageError, StorageFullError
+from gs_compile.machine import format_bytes
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 REMEDIES: Mapping[int, str] = {  # by error number
     **dict.fromkeys(FULL, "make room or choose another storage="),
     errno.EIO: "check this drive (dmesg, smartctl) or choose another storage=",
     errno.EROFS: "after errors the system lets nobody write to a drive (dmesg): check it or choose another storage=",
+    errno.EFBIG: "a limit (ulimit -f) or this file system allows no file of this size: choose another storage=",
     errno.ENOENT: "another program has removed it, or its folder: give storage= a directory that nothing else clears",
     errno.EMFILE: "a run has a file for each part and each checkpoint: raise the limit (ulimit -Hn), give a larger "
     "micro_batch_size, or keep more in memory (host_memory=)",
@@ -58,6 +60,12 @@ def failed(what: str, error: OSError, path: Path, remedy: str = "") -> StorageEr
         remedy = REMEDIES.get(number, "")
     kind = StorageFullError if number in FULL else StorageError
     return kind(number, f"{what}: {error.strerror}{remedy and '; '}{remedy}", str(path))
+
+
+def full(nbytes: int, room_nbytes: int, number: int, folder: Path, beside: str = "") -> StorageFullError:
+    """The error of a drive without room. number: the system's; beside: what has room already, in words."""
+    room = f"{format_bytes(nbytes)} are needed{beside} and {format_bytes(room_nbytes)} are free"
+    return StorageFullError(number, f"{room} ({os.strerror(number)}): {REMEDIES[number]}", str(folder))
 
 
 def open_file(name: str, flags: int, folder_fd: int) -> int:

@@ -224,17 +224,19 @@ def test_a_full_disk_is_an_error_before_anything_is_written(tmp_path, monkeypatc
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(StorageFullError, match=r"no room .* 256 B needed, [\d.]+ \wiB free"):
+    with pytest.raises(StorageFullError, match=r"256 B are needed and [\d.]+ \wiB are free .*: make room") as caught:
         init_on_storage(lambda: nn.Linear(8, 8), storage=tmp_path)
+    assert caught.value.errno == errno.ENOSPC
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="file/below"):
+    with pytest.raises(StorageError, match=r"Not a directory; storage= has to be .*file/below"):
         init_on_storage(lambda: nn.Linear(2, 2), storage=tmp_path / "file" / "below")
 
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path, all_to_files):
     missing = tmp_path / "missing"
-    with pytest.raises(StorageError, match="cannot make a file of 256 bytes"), initialise.NewTensorsInFiles(missing):
+    words = "creation of a file of 256 bytes failed: No such file or directory; another program has removed it"
+    with pytest.raises(StorageError, match=words), initialise.NewTensorsInFiles(missing):
         nn.Linear(8, 8)
