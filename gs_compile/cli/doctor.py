@@ -202,15 +202,15 @@ def direct_io(directory: Path) -> Check:
 
 def run_folder(directory: Path) -> Check:
     """Whether a run could begin here now."""
-    from gs_compile.runtime.storage import manifest
-    from gs_compile.runtime.storage.folder import Folder, as_storage_error, folder_in, leftovers
+    from gs_compile.runtime.storage import manifest, system
+    from gs_compile.runtime.storage.folder import Folder, folder_in, leftovers
     from gs_compile.runtime.storage.last_commit import names_in
 
     folder = folder_in(directory)
     try:
         if not folder.exists():
             return Check("none")
-        with as_storage_error("open", folder):
+        with system.as_storage_error("open", folder):
             locked = Folder.lock(folder)
         if locked is None:
             return Check(f"{folder} is in use by this process")

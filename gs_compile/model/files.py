@@ -33,7 +33,7 @@ from gs_compile.machine import free_storage
 from gs_compile.model.stand_in import StandIn, applied, plain
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.storage import system
-from gs_compile.runtime.storage.folder import TO_BE, as_storage_error
+from gs_compile.runtime.storage.folder import TO_BE
 from gs_compile.runtime.stream import is_in_host_memory
 
 Read = Callable[[int, int], Tensor]  # the elements from one place to another
@@ -62,7 +62,7 @@ def _fill(flat: Tensor, read: Read) -> None:
 
 def directory(folder: Path) -> Path:
     """The directory of the files; made for this user alone if it is not there."""
-    with as_storage_error("creation of the directory", folder, TO_BE):
+    with system.as_storage_error("creation of the directory", folder, TO_BE):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
 

@@ -26,7 +26,7 @@ from gs_compile.machine import file_system, free_storage
 from gs_compile.placement.slab import rounded
 from gs_compile.runtime.alarm import OF_US
 from gs_compile.runtime.storage import manifest, ssd, system
-from gs_compile.runtime.storage.folder import PROBE, TO_BE, Folder, as_storage_error
+from gs_compile.runtime.storage.folder import PROBE, TO_BE, Folder
 from gs_compile.runtime.storage.grid import PAGE, Grid
 from gs_compile.runtime.storage.movers import Move, Movers, Transfer
 from gs_compile.runtime.storage.ssd import File, Memory, Sums, Verb
@@ -43,7 +43,7 @@ class Drive:
 
     def __init__(self, directory: Path, threads: int, folder: Path | None = None, *, is_durable: bool = False) -> None:
         """folder: a folder of another run, instead of the first free one; is_durable: see `Folder.first_free`."""
-        with contextlib.ExitStack() as opened, as_storage_error("open", directory, TO_BE):
+        with contextlib.ExitStack() as opened, system.as_storage_error("open", directory, TO_BE):
             self.own = Folder.take(folder) if folder else Folder.first_free(directory, is_durable=is_durable)
             opened.callback(self.own.release)
             self.folder = self.own.path
@@ -74,7 +74,7 @@ class Drive:
 
     def create(self, name: str, nbytes: int, chunk: int | None = None) -> File:
         """A new file of zeros with its room reserved; StorageFullError, and no file, if there is none."""
-        with as_storage_error(f"creation of {name}", self.folder):
+        with system.as_storage_error(f"creation of {name}", self.folder):
             fd = self._open(name, os.O_CREAT | os.O_EXCL)
             self._has_new_names = True
             try:
@@ -93,7 +93,7 @@ class Drive:
 
         Raises StorageError if it is not a file of this user's alone, or not of this size.
         """
-        with as_storage_error(f"opening of {name}", self.folder), contextlib.ExitStack() as opened:
+        with system.as_storage_error(f"opening of {name}", self.folder), contextlib.ExitStack() as opened:
             fd = self._open(name, 0)
             opened.callback(os.close, fd)
             status, path = os.fstat(fd), str(self.folder / name)
@@ -140,7 +140,7 @@ class Drive:
         """Sync the names of new files: otherwise a power loss takes the files, whatever was written to them."""
         if self._has_new_names:
             self._has_new_names = False  # first: a file that another thread makes meanwhile is left to the next call
-            with as_storage_error("sync", self.folder):
+            with system.as_storage_error("sync", self.folder):
                 self.own.sync()
 
     def clear(self, keep: Set[str]) -> None:
@@ -148,7 +148,7 @@ class Drive:
 
         keep: names of files that belong to its last commit.
         """
-        with as_storage_error("open", self.folder):
+        with system.as_storage_error("open", self.folder):
             self.own.clear(keep)
             self.lasting = keep
             beside = self.folder.parent.glob(f"{self.folder.name}.*")

@@ -20,7 +20,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from itertools import count
 from pathlib import Path
 
@@ -122,7 +122,7 @@ class Folder:
 
     def promote(self) -> None:
         """Make the prepared commit the last one."""
-        with as_storage_error("commit", self.path):
+        with system.as_storage_error("commit", self.path):
             system.rename(manifest.NEXT, manifest.NAME, self.fd)
             system.sync_folder(self.fd)
 
@@ -131,7 +131,7 @@ class Folder:
         not bring this one back for it.
         """
         self.unlink(manifest.NEXT)
-        with as_storage_error("resuming", self.path):
+        with system.as_storage_error("resuming", self.path):
             system.sync_folder(self.fd)
 
     def clear(self, keep: Collection[str] = ()) -> None:
@@ -265,14 +265,3 @@ def leftovers(folder: Path, keep: Collection[str]) -> str:
 
 def date_of(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-
-
-@contextlib.contextmanager
-def as_storage_error(what: str, folder: Path, remedy: str = "") -> Iterator[None]:
-    """Raise an error of the system as a StorageError."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except OSError as error:
-        raise system.failed(f"{what} failed", error, folder, remedy) from error

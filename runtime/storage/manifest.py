@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gs_compile.errors import ManifestError, StorageError
+from gs_compile.errors import ManifestError
 from gs_compile.machine import format_bytes
 from gs_compile.runtime.storage import system
 from gs_compile.runtime.storage.checked import check
@@ -202,14 +202,11 @@ def read(folder: Path, name: str = NAME) -> Manifest | None:
     Raises ManifestError where it is damaged, of a newer format or not of a run, StorageError where it cannot be read.
     """
     path = folder / name
-    try:
-        data = _data(folder, name)
-    except FileNotFoundError:
-        return None
-    except StorageError:
-        raise
-    except OSError as error:
-        raise system.failed("reading failed", error, path) from error
+    with system.as_storage_error("reading", path):
+        try:
+            data = _data(folder, name)
+        except FileNotFoundError:
+            return None
     try:
         return decoded(data)
     except (ValueError, RecursionError) as error:

@@ -171,10 +171,8 @@ def move(verb: Verb, file: File, memory: Memory, offset: int, label: str) -> Non
 
 def sync(file: File, label: str) -> None:
     """Return when everything written to a file is on the drive. A failed sync is not repeated: data may be lost."""
-    try:
+    with system.as_storage_error(f"sync of {label}", file.path):
         system.datasync(file.fd)
-    except OSError as error:
-        raise system.failed(f"sync of {label} failed", error, file.path) from error
 
 
 def move_some(verb: Verb, file: File, memory: Memory, offset: int) -> int:

@@ -5,10 +5,11 @@ A file is opened by a name in an open folder: no link is followed, no child inhe
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +61,17 @@ def failed(what: str, error: OSError, path: Path, remedy: str = "") -> StorageEr
         remedy = REMEDIES.get(number, "")
     kind = StorageFullError if number in FULL else StorageError
     return kind(number, f"{what}: {error.strerror}{remedy and '; '}{remedy}", str(path))
+
+
+@contextlib.contextmanager
+def as_storage_error(what: str, path: Path, remedy: str = "") -> Iterator[None]:
+    """Raise an error of the system as a StorageError; remedy: see `failed`."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise failed(f"{what} failed", error, path, remedy) from error
 
 
 def full(nbytes: int, room_nbytes: int, number: int, folder: Path, beside: str = "") -> StorageFullError:

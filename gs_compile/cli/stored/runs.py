@@ -7,7 +7,6 @@ Only files with names that the store gives are counted and removed.
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from gs_compile.errors import LeftoverError, StorageError
 from gs_compile.machine import format_bytes
 from gs_compile.planner.summary import table
 from gs_compile.runtime.storage import manifest, system
-from gs_compile.runtime.storage.folder import STATUS, Folder, as_storage_error, holder, is_made
+from gs_compile.runtime.storage.folder import STATUS, Folder, holder, is_made
 from gs_compile.runtime.storage.last_commit import folders_of, is_same, located, names_in, order
 from gs_compile.runtime.storage.manifest import NAME, NEXT
 from gs_compile.runtime.storage.stored import FOLDERS, OURS, Manifest
@@ -93,7 +92,7 @@ class Found:
 def found_in(directory: Path) -> list[Found]:
     """The folders of runs in a directory, or the directory itself if it is one; StorageError if it does not exist."""
     directory = directory.absolute()  # "." has no name
-    with as_storage_error("listing", directory):
+    with system.as_storage_error("listing", directory):
         inside = sorted(directory.iterdir())
     paths = [directory] if FOLDERS.fullmatch(directory.name) else inside
     return [look(path) for path in paths if FOLDERS.fullmatch(path.name)]
@@ -102,12 +101,11 @@ def found_in(directory: Path) -> list[Found]:
 def look(folder: Path) -> Found:
     """The current contents of a folder."""
     try:
-        own, ahead = (_located(manifest.read(folder, name), folder) for name in (NAME, NEXT))
-        user = holder(folder)
+        with system.as_storage_error("opening", folder):
+            own, ahead = (_located(manifest.read(folder, name), folder) for name in (NAME, NEXT))
+            user = holder(folder)
     except StorageError as error:
         return Found(folder, problem=error)
-    except OSError as error:
-        return Found(folder, problem=StorageError(error.errno or errno.EIO, error.strerror, str(folder)))
     made = own or ahead
     named = folders_of(made) if made else []
     folder = next((each for each in named if is_same(each, folder)), folder)  # by the name that its commit has for it
@@ -131,7 +129,7 @@ def _located(commit: Manifest | None, folder: Path) -> Manifest | None:
 def _made_in(folder: Path) -> dict[str, int]:
     """The files in a folder with names of the store, and their bytes. (A running run may remove them meanwhile.)"""
     found = {}
-    with as_storage_error("listing", folder), contextlib.suppress(FileNotFoundError):
+    with system.as_storage_error("listing", folder), contextlib.suppress(FileNotFoundError):
         for path in folder.iterdir():
             with contextlib.suppress(FileNotFoundError):
                 if is_made(path):
@@ -153,7 +151,7 @@ def locked(folders: Iterable[Path]) -> Iterator[dict[Path, Folder]]:
     with contextlib.ExitStack() as opened:
         taken = {}
         for path in dict.fromkeys(folders):
-            with as_storage_error("open", path):
+            with system.as_storage_error("open", path):
                 taken[path] = Folder.take(path)
             opened.callback(taken[path].release)
         yield taken
@@ -178,7 +176,7 @@ def _removed(found: Found, taken: Mapping[Path, Folder], *, everything: bool) ->
     for path, folder in taken.items():
         garbage = found.garbage(path, everything=everything)
         for name in sorted(garbage, key=lambda name: name != NAME):
-            with as_storage_error(f"removal of {name}", path):
+            with system.as_storage_error(f"removal of {name}", path):
                 system.unlink(name, folder.fd)
             removed[str(path / name)] = garbage[name]
     return removed

@@ -25,7 +25,8 @@ from gs_compile.machine import format_bytes, free_storage
 from gs_compile.planner.measure.rates import Figure, Work, at_once, medians, new_lane, own_generator, pair
 from gs_compile.runtime.lanes import Lane
 from gs_compile.runtime.slab import map_memory
-from gs_compile.runtime.storage.folder import TO_BE, as_storage_error
+from gs_compile.runtime.storage import system
+from gs_compile.runtime.storage.folder import TO_BE
 from gs_compile.runtime.storage.grid import PAGE
 from gs_compile.runtime.storage.movers import Transfer
 from gs_compile.runtime.storage.store import Extent, Store
@@ -97,7 +98,7 @@ def room_nbytes(storage: Sequence[Path]) -> int:
     """
     places = [existing(directory) for directory in storage]
     for place in itertools.filterfalse(Path.is_dir, places):
-        with as_storage_error("open", place, TO_BE):
+        with system.as_storage_error("open", place, TO_BE):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
     return sum({place.stat().st_dev: free_storage(place) for place in places}.values())
 
