@@ -130,6 +130,11 @@ def remedy(reason: object, where: str) -> str:
         return _UNHOOK
     if re.search(_SIZES_OF_IMAGES, where):
         return _ENCODE
+    if "transformers/modeling_rope_utils" in where:
+        return (
+            'rope_type "dynamic" looks whether a sequence is longer than max_position_embeddings: where none is, '
+            'rope_type "default" computes the same'
+        )
     if "layerdrop" in where or "skip_the_layer" in where:
         return "layers are left out at random here: set layerdrop, encoder_layerdrop and decoder_layerdrop to 0"
     if re.search(r"\.(backward|zero_grad)\(", where):
