@@ -1,19 +1,18 @@
-"""gather: combine the batches of a step into one, and cut its outputs."""
+"""gather: combine the batches of a step into one. `parts` cuts what a model returns for it."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gs_compile.capture.internals import tree_leaves, tree_map_only
+from gs_compile.capture.internals import tree_leaves
 from gs_compile.errors import OptionError
 from gs_compile.hf.images import entries_of
 from gs_compile.planner.cost.model import base_model
@@ -21,15 +20,13 @@ from gs_compile.planner.cost.model import base_model
 IGNORED = -100  # a label that no loss counts
 # Where the sequences that are packed in a row begin, for some attention kernels: `position_ids` say the same.
 _OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-_KEPT = "logits_to_keep"  # for how many last tokens a model returns logits; 0: for all
-_MASK, _TEXTS = "attention_mask", ("input_ids", "inputs_embeds")
+KEPT = "logits_to_keep"  # for how many last tokens a model returns logits; 0: for all
+_MASK, _TEXTS, _BORDER = "attention_mask", ("input_ids", "inputs_embeds"), "original_max_position_embeddings"
 _ONE_LENGTH = (
     "pad all batches to one length (padding='max_length') or give gradient_accumulation_steps=1 and a larger "
     "per_device_train_batch_size"
 )
 _CHOSEN = {"start_positions", "end_positions"}  # labels that are places among all tokens, padding included
-# Outputs of a model that have no dimension of tokens: (samples, ...), of any width.
-_OF_SAMPLES = ("logits", "scores", "pooler_output", "sentence_embedding")
 
 
 class Padding(NamedTuple):
@@ -39,7 +36,7 @@ class Padding(NamedTuple):
     may_move: a model's results do not depend on how many places are before the tokens. reads_last: it reads the last
     place of a sequence, whatever is there; None: not known, as it is the user's model. averages: it reads the mean of
     all places. of_images: entries that only batches with images have, one image after the other. labels: names of
-    labels that do not look like labels.
+    labels that do not look like labels. border: beyond so many positions it computes all places otherwise; None: never.
     """
 
     token_id: int = 0
@@ -49,6 +46,7 @@ class Padding(NamedTuple):
     averages: bool = False
     of_images: frozenset[str] = frozenset()
     labels: frozenset[str] = frozenset()
+    border: int | None = None
 
     def is_left_of(self, batches: Sequence[Mapping[str, Any]]) -> bool:
         """Whether these batches are padded before the tokens, as a model that reads the last token may need."""
@@ -88,12 +86,26 @@ def padding_of(model: Any, tokenizer: Any = None) -> Padding:
     is_known = summary is not None or type(base).__module__.startswith("transformers.")
     kind = getattr(summary, "summary_type", "")
     reads_last = kind in ("last", "cls_index") if is_known else None  # "cls_index" is the last, unless it is given
-    return Padding(token_id, is_left, may_move, reads_last, averages=kind == "mean", of_images=entries_of(base))
+    averages = kind == "mean" or getattr(config, "feat_extract_norm", "") == "group"  # over the time of a sound
+    border = None if config is None else _border(config)
+    return Padding(token_id, is_left, may_move, reads_last, averages, entries_of(base), border=border)
+
+
+def _border(config: Any) -> int | None:
+    """The number of positions beyond which longrope rotates all places by other frequencies; None: there is none."""
+    rope = getattr(_of_texts(config), "rope_parameters", None) or {}
+    found = (each for each in (rope, *rope.values()) if isinstance(each, Mapping))
+    border: int | None = next((each.get(_BORDER) for each in found if each.get("rope_type") == "longrope"), None)
+    return border
+
+
+def _of_texts(config: Any) -> Any:
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _has_place_embeddings(config: Any) -> bool:
     """Whether a model of transformers learns a vector for each place, as GPT-2 does; others use relative positions."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = _of_texts(config)
     rotates = any(getattr(text, name, None) for name in ("rope_parameters", "rope_theta", "rotary_dim", "alibi"))
     return not rotates and (getattr(text, "max_position_embeddings", None) or 0) > 0
 
@@ -117,10 +129,15 @@ def gathered(batches: Sequence[Mapping[str, Any]], padding: Padding = RIGHT) -> 
             f"the batches say by {offsets[0]!r} alone where packed sequences begin, which is lost where they are put "
             "together: have the collator give position_ids, too (return_position_ids=True)"
         )
+    if padding.border is not None and len({_reach(batch) > padding.border for batch in batches}) > 1:
+        raise OptionError(
+            f"some batches of a step are longer than {padding.border}, from where on this model rotates all places by "
+            f"other frequencies (longrope), and others are not: {_ONE_LENGTH}"
+        )
     having = {name: [batch for batch in batches if name in batch] for name in every}
-    joined = {name: _joined(name, own, padding) for name, own in having.items() if name not in (*_OFFSETS, _KEPT)}
-    if _KEPT in first:
-        joined[_KEPT] = _to_keep(batches)
+    joined = {name: _joined(name, own, padding) for name, own in having.items() if name not in (*_OFFSETS, KEPT)}
+    if KEPT in first:
+        joined[KEPT] = _to_keep(batches)
     if not isinstance(first, MutableMapping):
         return joined
     found = copy.copy(first)  # a tokenizer's batch, with a `to(device)` and attributes that loops use
@@ -130,92 +147,27 @@ def gathered(batches: Sequence[Mapping[str, Any]], padding: Padding = RIGHT) -> 
     return found
 
 
-def parted(outputs: Any, batches: Sequence[Mapping[str, Any]], padding: Padding = RIGHT) -> list[Any]:
-    """A model's outputs for the gathered batch, cut for each batch.
-
-    Tensors are (samples, tokens, ...), (samples, ...) or, like routers' logits, (samples * tokens, ...); others are
-    refused when they are read. A loss is that of all batches, and each gets its share: the whole if it is a mean, which
-    Trainer divides by the number of batches. Each batch gets the logits of as many of its last tokens as it has asked
-    for. If there is a decoder, tokens are the decoder's, except in outputs of its encoder.
-    """
-    named = outputs if isinstance(outputs, Mapping) else {}
-    names = {id(each): name for name in named for each in tree_leaves(named[name])}
-    of_samples = [named.get(name) for name in _OF_SAMPLES]
-    of_encoder = {id(each) for name in named if name.startswith("encoder_") for each in tree_leaves(named[name])}
-    is_left = padding.is_left_of(batches)
-    numbers, lengths_given = zip(*map(_size, batches), strict=True)
-    num_samples = sum(numbers)
-    lengths_decoded = [_decoder_length(batch) for batch in batches] if of_encoder else lengths_given
-
-    def part(at: int, start: int, kept: int, whole: Tensor) -> Any:
-        if not whole.dim():
-            return whole if batches[0].get("num_items_in_batch") is None else whole / len(batches)
-        tokens = lengths_given if id(whole) in of_encoder else lengths_decoded
-        is_flat = len(whole) == num_samples * max(tokens) > num_samples
-        if len(whole) != num_samples and not is_flat:
-            unread = whole.detach().as_subclass(_OfNoSamples)
-            unread.what = f"{names.get(id(whole), 'an output')} of shape {list(whole.shape)}"
-            return unread
-        rows = (whole.unflatten(0, (num_samples, -1)) if is_flat else whole)[start : start + numbers[at]]
-        missing = max(tokens) - tokens[at]
-        lengths = (max(tokens), max(tokens) - 1)  # one less once labels are shifted
-        own = slice(missing, None) if is_left and tokens is lengths_given else slice(None, -missing or None)
-        if kept and whole is of_samples[0]:
-            return rows[:, own][:, -kept:].contiguous()
-        if is_flat:
-            return rows[:, own].flatten(0, 1)
-        if whole.dim() == 2:
-            has_tokens = whole.shape[1] in lengths and all(whole is not each for each in of_samples)
-        else:
-            has_tokens = whole.dim() > 2 and whole.shape[1] >= min(lengths)
-        return rows[:, own].contiguous() if has_tokens else rows  # as a model gives it: losses call `view`
-
-    starts = itertools.accumulate(numbers, initial=0)
-    kept = [batch.get(_KEPT, 0) if len(batches) > 1 else 0 for batch in batches]
-    return [
-        _mapped(partial(part, at, start, to_keep), outputs)
-        for at, (start, to_keep) in enumerate(zip(starts, kept, strict=False))
-    ]
-
-
-def _mapped(function: Callable[[Tensor], Any], outputs: Any) -> Any:
-    """Outputs with a function's results in place of tensors. (A tokenizer's batch is not a pytree.)"""
-    if isinstance(outputs, MutableMapping) and not isinstance(outputs, dict):
-        found = copy.copy(outputs)
-        found.update({name: _mapped(function, each) for name, each in outputs.items()})
-        return found
-    return tree_map_only(Tensor, function, outputs)
-
-
-class _OfNoSamples(Tensor):
-    """Stands for an output that cannot be cut for the batches: it raises an error when it is read."""
-
-    what: str
-
-    @classmethod
-    def __torch_function__(cls, _: Any, __: Any, args: Any = (), kwargs: Any = None) -> Any:
-        what = next(each.what for each in tree_leaves((args, kwargs)) if isinstance(each, cls))
-        raise OptionError(
-            f"the loss reads {what}, which has no row for each sample, and none for each token, of the batches of a "
-            "step: give gradient_accumulation_steps=1 and a larger per_device_train_batch_size"
-        )
-
-
 def _to_keep(batches: Sequence[Mapping[str, Any]]) -> Any:
     """The number of last tokens of the gathered batch that include those whose logits each batch asks for."""
-    numbers, lengths = [batch[_KEPT] for batch in batches], [_size(batch)[1] for batch in batches]
+    numbers, lengths = [batch[KEPT] for batch in batches], [size_of(batch)[1] for batch in batches]
     if len(batches) == 1:
         return numbers[0]
     if not all(isinstance(number, int) for number in numbers):
-        raise OptionError(f"{_KEPT!r} has places, which differ between the batches of a step: give a number, or none")
+        raise OptionError(f"{KEPT!r} has places, which differ between the batches of a step: give a number, or none")
     missing = (max(lengths) - length for length in lengths)
     return max(map(sum, zip(numbers, missing, strict=True))) if all(numbers) else 0
 
 
-def _size(batch: Mapping[str, Any]) -> tuple[int, int]:
+def size_of(batch: Mapping[str, Any]) -> tuple[int, int]:
     """The numbers of samples and tokens: those of the text if there is one, also after images."""
     number, length, *_ = next(_tensors(batch)).shape
     return number, length
+
+
+def _reach(batch: Mapping[str, Any]) -> int:
+    """The number of positions of a batch: as many as tokens, unless it has positions of its own."""
+    positions = batch.get("position_ids")
+    return int(positions.max()) + 1 if isinstance(positions, Tensor) else size_of(batch)[1]
 
 
 def _tensors(batch: Mapping[str, Any]) -> Iterator[Tensor]:
@@ -240,13 +192,6 @@ def _masks(batch: Mapping[str, Any]) -> Iterator[Tensor]:
             yield each
 
 
-def _decoder_length(batch: Mapping[str, Any]) -> int:
-    """The number of a decoder's tokens: by its inputs, or by the labels or encoder inputs from which these are made."""
-    given = (batch.get(name) for name in ("decoder_input_ids", "decoder_inputs_embeds", "labels"))
-    found = (each.shape[1] for each in given if isinstance(each, Tensor) and each.dim() > 1)
-    return next(found, _size(batch)[1])
-
-
 def _joined(name: str, batches: Sequence[Mapping[str, Any]], padding: Padding) -> Any:
     values = [batch[name] for batch in batches]
     if all(isinstance(batch[name], list) and len(batch[name]) == _num_rows(batch) for batch in batches):
@@ -268,7 +213,7 @@ def _joined(name: str, batches: Sequence[Mapping[str, Any]], padding: Padding) -
 
 def _is_stacked(value: Any, batch: Mapping[str, Any]) -> bool:
     """Whether it has a dimension before the samples, such as positions of shape (3, samples, tokens)."""
-    return isinstance(value, Tensor) and value.dim() == 3 and value.shape[1:] == _size(batch) != value.shape[:2]
+    return isinstance(value, Tensor) and value.dim() == 3 and value.shape[1:] == size_of(batch) != value.shape[:2]
 
 
 def _rows_joined(name: str, values: Sequence[Tensor], batches: Sequence[Mapping[str, Any]], padding: Padding) -> Tensor:
@@ -287,7 +232,7 @@ def _rows_joined(name: str, values: Sequence[Tensor], batches: Sequence[Mapping[
             f"{name!r} has sequences of different lengths in the batches of a step, and {chosen[0]!r} is a position "
             f"among all tokens, so padding would change the loss: {_ONE_LENGTH}"
         )
-    if padding.changes(batches):
+    if padding.changes(batches) and not (is_label and padding.averages):  # which inputs alone may change
         raise OptionError(
             f"{name!r} has sequences of different lengths in the batches of a step, and this model may read the last "
             f"place of a sequence, or the mean of all, where padding would be: {_ONE_LENGTH}"
@@ -297,7 +242,7 @@ def _rows_joined(name: str, values: Sequence[Tensor], batches: Sequence[Mapping[
         return torch.cat([_followed(value, whole[0]) for value in values])
     elsewhere = padding.token_id if name == "input_ids" else _masked(name, values[0])
     filling = _ignored(name, values) if is_label else elsewhere
-    are_tokens = all(value.shape[1] == _size(batch)[1] for batch, value in zip(batches, values, strict=True))
+    are_tokens = all(value.shape[1] == size_of(batch)[1] for batch, value in zip(batches, values, strict=True))
     is_left = are_tokens and padding.is_left_of(batches)
     return torch.cat([_padded(value, whole, filling, is_left=is_left) for value in values])
 

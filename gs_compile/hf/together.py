@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from functools import cache, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,21 +16,68 @@ from gs_compile.capture.internals import wrap_compiled_call
 from gs_compile.errors import OptionError
 from gs_compile.hf import strands
 from gs_compile.hf.fused_head import has_fused_head, make_capturable
-from gs_compile.hf.gather import Padding, gathered, parted
+from gs_compile.hf.gather import Padding, gathered
+from gs_compile.hf.parts import parted
 from gs_compile.hf.weights import options_of
 from gs_compile.model.optim import SGD
 from gs_compile.planner.cost.model import base_model
 
 log = logging.getLogger(__name__)
 
+_METHODS = ("forward", "prepare_inputs_for_generation")  # that PEFT replaces
+
+
+class Mode(NamedTuple):
+    """What a loss may change in a model around a call of its reference: for the whole model, until it sets it back.
+
+    Each strand has its own, as contexts that several enter before one leaves would set back what another has set.
+    methods: those that stand in place of the class's, as PEFT has its base's where prompts are left out; adapter: of
+    PEFT, the active one.
+    """
+
+    is_training: bool
+    methods: tuple[Any, ...] = ()
+    adapter: Any = None
+    is_off: bool = False
+
+    @classmethod
+    def of(cls, model: Any) -> Mode:
+        found = cls(model.training, tuple(vars(model).get(name) for name in _METHODS))
+        if not hasattr(model, "_adapters_disabled"):
+            return found
+        return found._replace(adapter=model.active_adapter, is_off=model._adapters_disabled)
+
+    def enter(self, model: Any) -> None:
+        """Set a model to this."""
+        found = Mode.of(model)
+        if self.is_training != found.is_training:
+            model.train(self.is_training)
+        for name, method, before in zip(_METHODS, self.methods, found.methods, strict=True):
+            if method is not before:
+                _set_method(model, name, method)
+        if self.adapter != found.adapter:
+            model.set_adapter(self.adapter)
+        if self.is_off != found.is_off:
+            if hasattr(model.base_model, "disable_adapter_layers"):  # not of prompts
+                layers = model.base_model
+                (layers.disable_adapter_layers if self.is_off else layers.enable_adapter_layers)()
+            model._adapters_disabled = self.is_off
+
 
 @dataclass(frozen=True, eq=False)
 class _Question:
-    """A strand's call of a model with a batch."""
+    """A strand's call of a model, in a mode, with a batch."""
 
     call: Callable[..., Any]
     batch: Mapping[str, Any]
     has_grad: bool
+    model: Any = None
+    mode: Mode | None = None
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Questions of one kind are answered by one call."""
+        return self.call, self.has_grad, self.mode
 
 
 class AskedModel:
@@ -82,19 +129,21 @@ class AskedModel:
     def _forward(self, forward: Any) -> Iterator[None]:
         """Inside the block, the model has this forward; None: that of its class."""
         before = vars(self.model).get("forward")
-        _set_forward(self.model, forward)
+        _set_method(self.model, "forward", forward)
         try:
             yield
         finally:
-            _set_forward(self.model, before)
+            _set_method(self.model, "forward", before)
 
     def _asked(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **batch: Any) -> Any:
-            with self.around(), self._forward(self._own_forward) if self._asking_forward else nullcontext():
+            is_asking = self._asking_forward and self.model.forward is self._asking_forward
+            with self.around(), self._forward(self._own_forward) if is_asking else nullcontext():
                 return call(*args, **batch)
 
         def ask(*args: Any, **batch: Any) -> Any:
-            if self._asking_forward and self.model.forward is not self._asking_forward:
+            is_asking = self.model.forward is self._asking_forward or _is_of_a_part(self.model.forward, self.model)
+            if self._asking_forward and not is_asking:
                 return self.model.forward(*args, **batch)
             if self.gives_all_to_others and torch.is_grad_enabled() and not self.is_for_its_loss:
                 self.gives_all_to_others = False
@@ -103,16 +152,26 @@ class AskedModel:
                 return self.model(*args, **batch)
             if not strands.in_strand():
                 return run(*args, **batch)
-            named = dict(zip(_names(self.model, self.base), args, strict=False))
-            return strands.ask(_Question(run, {**named, **batch}, torch.is_grad_enabled()))
+            named, mode = dict(zip(_names(self.model, self.base), args, strict=False)), Mode.of(self.model)
+            try:
+                return strands.ask(_Question(run, {**named, **batch}, torch.is_grad_enabled(), self.model, mode))
+            finally:
+                mode.enter(self.model)
 
         return ask
 
 
-def _set_forward(model: Any, forward: Any) -> None:
-    vars(model).pop("forward", None)
-    if forward is not None:
-        vars(model)["forward"] = forward
+def _set_method(model: Any, name: str, method: Any) -> None:
+    """Have a model call this in place of its class's method; None: that of its class."""
+    vars(model).pop(name, None)
+    if method is not None:
+        vars(model)[name] = method
+
+
+def _is_of_a_part(method: Any, model: Any) -> bool:
+    """Whether a method is that of a module within a model, and no wrapper of the model's."""
+    owner = getattr(method, "__self__", model)
+    return isinstance(owner, torch.nn.Module) and owner is not model
 
 
 @cache
@@ -188,8 +247,10 @@ def answered(questions: Sequence[_Question], padding: Padding, *, has_loss_alone
     for question in questions:
         if question in answers:
             continue
-        alike = [each for each in questions if (each.call, each.has_grad) == (question.call, question.has_grad)]
+        alike = [each for each in questions if each.kind == question.kind]
         batches = [each.batch for each in alike]
+        if question.mode is not None:
+            question.mode.enter(question.model)
         with torch.set_grad_enabled(question.has_grad):
             outputs = question.call(**(gathered(batches, padding) if len(batches) > 1 else batches[0]))
         found = parted(outputs, batches, padding) if len(batches) > 1 else [outputs]

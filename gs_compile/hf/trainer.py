@@ -22,7 +22,8 @@ from gs_compile.hf.durable import DurableTrainer, unwrapped
 from gs_compile.hf.fitting import fit
 from gs_compile.hf.gather import Padding, gathered, padding_of
 from gs_compile.hf.images import encode_for
-from gs_compile.hf.together import AskedModel, ReadsMore, answered, stored_reference
+from gs_compile.hf.parts import mapped
+from gs_compile.hf.together import AskedModel, Mode, ReadsMore, answered, stored_reference
 from gs_compile.hf.weights import streamed
 from gs_compile.model.materialize import on_first_rank
 from gs_compile.model.optim import SGD, Adam, AdamW, Lion
@@ -30,6 +31,7 @@ from gs_compile.model.outputs import loss_alone
 from gs_compile.model.residency import is_offloaded
 from gs_compile.model.settings import refuse_other_rules
 from gs_compile.model.tiered_optimizer import TieredOptimizer
+from gs_compile.runtime.random_state import random_state, set_random_state
 
 log = logging.getLogger(__name__)
 
@@ -288,17 +290,24 @@ class _Gathering(_Trainer):  # type: ignore[misc]
         """Each batch's loss is computed by itself, in a strand; the model runs once for the calls of all."""
         compute = self.compute_loss
 
-        def loss_of(*args: Any, **kwargs: Any) -> Any:
+        def loss_of(mode: Mode, *args: Any, **kwargs: Any) -> Any:
+            mode.enter(self.model)  # others may be in another one when this one begins
             with self.compute_loss_context_manager():  # it holds for one thread, and a strand is one
                 return compute(*args, **kwargs)
 
         def losses_of(model: Any, batches: list[Any], **kwargs: Any) -> list[torch.Tensor]:
-            losses = [partial(loss_of, model, copy.copy(batch), **kwargs) for batch in batches]
             is_alone = "outputs" not in self._asked
             with self._compiled[0].wrappable():
-                return strands.run(losses, partial(answered, padding=self._padding, has_loss_alone=is_alone))
+                mode = Mode.of(self.model)
+                own = [mapped(torch.clone, each) if is_alone else copy.copy(each) for each in batches]
+                losses = [partial(loss_of, mode, model, batch, **kwargs) for batch in own]
+                try:
+                    return strands.run(losses, partial(answered, padding=self._padding, has_loss_alone=is_alone))
+                finally:
+                    mode.enter(self.model)
 
         def loss_of_all(*args: Any, **kwargs: Any) -> torch.Tensor:
+            drawn = {} if "outputs" in self._asked else random_state()
             try:
                 return torch.stack(losses_of(*args, **kwargs)).sum()
             except ReadsMore:
@@ -309,6 +318,7 @@ class _Gathering(_Trainer):  # type: ignore[misc]
             log.info("compute_loss seems to read other outputs than the loss, which the model returns from now on")
             self._asked["outputs"] = "all"
             self._compiled[0].compile_within(self._batch_size, outputs="all")
+            set_random_state(drawn)
             return torch.stack(losses_of(*args, **kwargs)).sum()
 
         with _replaced(self, compute_loss=loss_of_all):

@@ -16,7 +16,8 @@ from zoo import VOCAB, small
 from gs_compile.errors import OptionError
 from gs_compile.hf import strands
 from gs_compile.hf.fused_head import make_capturable
-from gs_compile.hf.gather import Padding, gathered, padding_of, parted
+from gs_compile.hf.gather import IGNORED, Padding, gathered, padding_of
+from gs_compile.hf.parts import parted
 from gs_compile.hf.together import ReadsMore, _Question, answered
 
 
@@ -203,6 +204,18 @@ def test_what_a_model_reads_of_a_sequence_is_not_padded():
             gathered(batches, padding_of(model, side))
 
 
+def test_sounds_are_not_padded_where_they_are_normalised_over_time():
+    """As by wav2vec2-base, whose first layer has the mean of all places, whatever the mask says; labels may be."""
+    padding = padding_of(SimpleNamespace(config=AutoConfig.for_model("wav2vec2")))
+    sounds = {n: {"input_values": torch.ones(1, n), "attention_mask": torch.ones(1, n)} for n in (8, 9)}
+    labelled = [{**sounds[8], "labels": torch.ones(1, n).long()} for n in (2, 3)]
+    assert gathered(labelled, padding)["labels"].tolist() == [[1, 1, IGNORED], [1, 1, 1]]
+    with pytest.raises(OptionError, match=r"'input_values' has sequences of different lengths .* the mean of all"):
+        gathered([*sounds.values()], padding)
+    of_layers = AutoConfig.for_model("wav2vec2", feat_extract_norm="layer")
+    assert gathered([*sounds.values()], padding_of(SimpleNamespace(config=of_layers)))["input_values"].shape == (2, 9)
+
+
 @pytest.mark.parametrize("second", ["a", "b"])
 def test_entries_of_lists_are_samples(second):
     """Texts stay beside their samples, also where two batches have the same; a list of another length is one value."""
@@ -244,6 +257,30 @@ def test_places_of_logits_that_are_kept_are_no_places_of_a_step():
     assert gathered([batch])["logits_to_keep"].tolist() == [1]
     with pytest.raises(OptionError, match="'logits_to_keep' has places"):
         gathered([batch, batch])
+
+
+def test_scores_of_pairs_are_each_batchs_own():
+    """As CLIP's, which a contrastive loss compares with the numbers of its samples; images have lengths of their own.
+
+    The second batch had the scores of its samples with those of the first, too.
+    """
+    batches = [{"input_ids": torch.zeros(number, 5 + number)} for number in (2, 3)]
+    scores, images = torch.arange(25.0).view(5, 5), torch.zeros(5, 7, 4)
+    made = {"logits_per_text": scores, "image_hidden_states": images, "similar": scores.clone()}
+    first, second = parted(made, batches)
+    assert torch.equal(first["logits_per_text"], scores[:2, :2])
+    assert torch.equal(second["logits_per_text"], scores[2:, 2:])
+    assert (first["image_hidden_states"].shape, second["image_hidden_states"].shape) == ((2, 7, 4), (3, 7, 4))
+    with pytest.raises(OptionError, match=r"the loss reads similar of shape \[5, 5\]"):
+        second["similar"].sum()
+
+
+def test_attentions_are_cut_along_tokens():
+    """Their heads were, where they were as many as the tokens of the shortest batch."""
+    batches = [{"input_ids": torch.zeros(2, n), "labels": torch.zeros(2, n + 3)} for n in (3, 5)]
+    made = {"encoder_attentions": (torch.zeros(4, 6, 5, 5),), "cross_attentions": (torch.zeros(4, 6, 8, 5),)}
+    shapes = [[each[name][0].shape for name in made] for each in parted(made, batches)]
+    assert shapes == [[(2, 6, 3, 3), (2, 6, 6, 3)], [(2, 6, 5, 5), (2, 6, 8, 5)]]
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -321,3 +358,18 @@ def test_a_strand_that_fails_ends_the_others():
     with pytest.raises(ZeroDivisionError):
         strands.run([lambda: asks(1), lambda: 1 // 0, lambda: asks(2)], list)
     assert sorted(ended) == [1, 2]
+
+
+@pytest.mark.parametrize(("lengths", "is_refused"), [((5, 7), False), ((9, 12), False), ((5, 9), True)])
+def test_batches_on_both_sides_of_longropes_border_are_no_step(lengths, is_refused):
+    """Trainer would rotate the shorter one by the frequencies of short sequences."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [2.0] * 4, "short_factor": [1.0] * 4}
+    lengths_of = {"max_position_embeddings": 64, "original_max_position_embeddings": 8}
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "pad_token_id": 0}
+    config = AutoConfig.for_model("phi3", rope_parameters={**rope, "factor": 8.0}, **lengths_of, **sizes)
+    padding = padding_of(SimpleNamespace(config=config))
+    batches = [{"input_ids": torch.ones(1, each), "attention_mask": torch.ones(1, each)} for each in lengths]
+    with pytest.raises(OptionError, match=r"longer than 8, .*longrope") if is_refused else nullcontext():
+        assert gathered(batches, padding)["input_ids"].shape == (2, max(lengths))
+    packed = torch.arange(3).repeat(1, 4)  # of short sequences
+    gathered([{**each, "position_ids": packed[:, : each["input_ids"].shape[1]]} for each in batches], padding)
