@@ -74,6 +74,11 @@ def wrap_compiled_call(module: torch.nn.Module, wrapper: Callable[[Callable[...,
     module._compiled_call_impl = wrapper(module._compiled_call_impl)
 
 
+def compiled_call(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """What a call of the module runs in place of its forward."""
+    return module._compiled_call_impl
+
+
 def changes(tensor: torch.Tensor) -> int:
     """How often the tensor was changed in place; 0 for an inference tensor, which has no counter."""
     return 0 if tensor.is_inference() else tensor._version

@@ -26,6 +26,8 @@ _ONE_LENGTH = (
     "pad all batches to one length (padding='max_length') or give gradient_accumulation_steps=1 and a larger "
     "per_device_train_batch_size"
 )
+# Models that mix neighbouring tokens whatever the mask says, as group norms over the time of a sound mix all.
+_MIXING = {"convbert", "funnel"}
 _CHOSEN = {"start_positions", "end_positions"}  # labels that are places among all tokens, padding included
 
 
@@ -86,7 +88,8 @@ def padding_of(model: Any, tokenizer: Any = None) -> Padding:
     is_known = summary is not None or type(base).__module__.startswith("transformers.")
     kind = getattr(summary, "summary_type", "")
     reads_last = kind in ("last", "cls_index") if is_known else None  # "cls_index" is the last, unless it is given
-    averages = kind == "mean" or getattr(config, "feat_extract_norm", "") == "group"  # over the time of a sound
+    is_mixing = getattr(config, "model_type", "") in _MIXING or getattr(config, "feat_extract_norm", "") == "group"
+    averages = kind == "mean" or is_mixing
     border = None if config is None else _border(config)
     return Padding(token_id, is_left, may_move, reads_last, averages, entries_of(base), border=border)
 

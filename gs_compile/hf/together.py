@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from functools import cache, wraps
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 
-from gs_compile.capture.internals import wrap_compiled_call
+from gs_compile.capture.internals import compiled_call, wrap_compiled_call
 from gs_compile.errors import OptionError
 from gs_compile.hf import strands
 from gs_compile.hf.fused_head import has_fused_head, make_capturable
@@ -105,6 +106,7 @@ class AskedModel:
         size = min(most_samples, self.options["micro_batch_size"])
         self.model.compile(backend="greedysnake", options={**self.options, "micro_batch_size": size})
         wrap_compiled_call(self.model, self._asked)
+        self._call = compiled_call(self.model)
 
     @contextmanager
     def wrappable(self) -> Iterator[None]:
@@ -115,6 +117,8 @@ class AskedModel:
 
         @wraps(self.model.forward)
         def asking(*args: Any, **batch: Any) -> Any:
+            if compiled_call(self.model) is not self._call:  # in `streaming`, as within `generate`: as it is written
+                return (self._own_forward or MethodType(type(self.model).forward, self.model))(*args, **batch)
             with self._forward(asking):  # another strand finds it without what this one's loss has put around it
                 return self.model(*args, **batch)
 

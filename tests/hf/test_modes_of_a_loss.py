@@ -17,6 +17,7 @@ from transformers import Trainer, TrainingArguments
 from trl.trainer.utils import use_adapter
 from zoo import VOCAB, small
 
+import gs_compile
 from gs_compile.hf import strands
 from gs_compile.hf.gather import Padding
 from gs_compile.hf.together import AskedModel, Mode, answered
@@ -81,6 +82,15 @@ def test_each_strand_finds_the_model_as_it_has_left_it():
         )
     assert found == [[[0, 1, 0], [1, 0, 1], [1, 0, 1], [1, 0, 0]]] * 3
     assert Mode.of(model) == own
+
+
+def test_a_loss_may_run_the_model_as_it_is_written():
+    """As `generate` does, with which a loss may sample: the forward called itself without end."""
+    model, ids = tiny(), torch.ones(2, 5).long()
+    asked = AskedModel(model, {"micro_batch_size": 2, "storage": "/"})
+    with torch.no_grad(), asked.wrappable(), gs_compile.streaming(model):
+        found = model(input_ids=ids).logits
+    torch.testing.assert_close(found, tiny()(input_ids=ids).logits)
 
 
 def referred(folder):
