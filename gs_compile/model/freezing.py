@@ -51,6 +51,11 @@ def train_others(engine: Engine, call: Call) -> Engine:
     """
     read = [call.args[index] for index in engine.spans_of(call.args)]
     if not any(each.requires_grad for each in read):
+        if any(isinstance(each, torch.nn.Parameter) and each.requires_grad for each in call.args):
+            raise OptimizerError(
+                "what this call trains, such as a new adapter, was no part of this run's first step, and all else is "
+                "frozen: save the model, load it again, and train the new parameters in a run of their own"
+            )
         raise OptimizerError(
             "this call asks for gradients of the model's inputs, but all of its parameters are frozen: "
             "leave them trained, and drop their gradients after the backward, with zero_grad() and without step()"

@@ -177,8 +177,8 @@ class OffloadedParameter(_Elsewhere, nn.Parameter):  # type: ignore[metaclass]
         else:
             raise ReleasedParameterError(
                 f"a parameter of shape {tuple(self.shape)} and {self.dtype} lives on the tiers and cannot be given "
-                f".data of shape {tuple(values.shape)} and {values.dtype} on {values.device}. Change the model before "
-                "its first call, and make its optimizer afterwards"
+                f".data of shape {tuple(values.shape)} and {values.dtype} on {values.device}. Change the model in "
+                "memory, before it is stored or first called, and make its optimizer afterwards"
             )
 
     def _convert(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

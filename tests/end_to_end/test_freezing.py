@@ -10,6 +10,7 @@ from functools import partial
 from itertools import count
 
 import pytest
+import setups
 import torch
 from learner import distance
 from tiered import Harness, Outcome, adamw, gpt2, loss_of, options, outcome, shared, step, tokens
@@ -300,3 +301,27 @@ def test_a_durable_run_settles_it_at_the_first_call(tmp_path):
     freeze(model, "")
     with pytest.raises(OptimizerError, match=r"settles what is trained in a durable run. Save the model .*state_dict"):
         step(model, optimizer, tokens(1))
+
+
+class Scaled(setups.Tiny):
+    def __init__(self):
+        super().__init__()
+        self.register_parameter("scale", None)
+
+    def forward(self, ids):
+        loss = super().forward(ids)
+        return loss if self.scale is None else self.scale * loss
+
+
+def test_what_is_new_alone_needs_a_run_of_its_own(tmp_path):
+    """As an adapter after `merge_and_unload`; the error was about gradients of inputs."""
+    model = Scaled()
+    optimizer = gs_compile.SGD(model.parameters(), lr=0.1)
+    model.compile(backend="greedysnake", options=options(tmp_path))
+    model(setups.ids()).backward()
+    optimizer.step()
+    model.requires_grad_(False)
+    model.scale = torch.nn.Parameter(torch.ones(()))
+    with pytest.raises(OptimizerError, match="such as a new adapter, was no part of this run's first step"):
+        model(setups.ids())
+    optimizer.engine.tiers.close()
