@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -51,15 +51,7 @@ def train_others(engine: Engine, call: Call) -> Engine:
     """
     read = [call.args[index] for index in engine.spans_of(call.args)]
     if not any(each.requires_grad for each in read):
-        if any(isinstance(each, torch.nn.Parameter) and each.requires_grad for each in call.args):
-            raise OptimizerError(
-                "what this call trains, such as a new adapter, was no part of this run's first step, and all else is "
-                "frozen: save the model, load it again, and train the new parameters in a run of their own"
-            )
-        raise OptimizerError(
-            "this call asks for gradients of the model's inputs, but all of its parameters are frozen: "
-            "leave them trained, and drop their gradients after the backward, with zero_grad() and without step()"
-        )
+        _refuse_frozen(call.args)
     what = "the optimizer of the parameters" if is_passed_on(engine, read) else "requires_grad of a parameter"
     reason = f"{what} has changed"
     spans = _spans_to_move(engine, reason)
@@ -89,6 +81,19 @@ def train_others(engine: Engine, call: Call) -> Engine:
         undo.pop_all()
     engine.end(reason)
     return FirstStep().begin(optimizer, call, prepared)
+
+
+def _refuse_frozen(args: Sequence[Any]) -> NoReturn:
+    """Raise `OptimizerError` for a call that trains nothing of what its engine has. args: of the call."""
+    if any(isinstance(each, torch.nn.Parameter) and each.requires_grad for each in args):
+        raise OptimizerError(
+            "what this call trains, such as a new adapter, was no part of this run's first step, and all else is "
+            "frozen: save the model, load it again, and train the new parameters in a run of their own"
+        )
+    raise OptimizerError(
+        "this call asks for gradients of the model's inputs, but all of its parameters are frozen: leave them trained, "
+        "and drop their gradients after the backward, with zero_grad() and without step()"
+    )
 
 
 def _spans_to_move(engine: Engine, reason: str) -> dict[torch.nn.Parameter, Slice]:
