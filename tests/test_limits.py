@@ -176,6 +176,8 @@ LIMITS: dict[str, list[Case]] = {
     "Tensors whose size depends on values": [
         ("end_to_end/test_experts.py", "", "gave the model's forward up at"),
         ("end_to_end/test_experts.py", "", "has a size that values decide"),
+        ("end_to_end/test_experts.py", "", "computes with what is counted"),
+        ("end_to_end/test_experts.py", "", "takes a part of the samples"),
         ("end_to_end/test_experts.py", "test_words_that_are_chosen_in_one_micro_batch", "leaves its block"),
         ("end_to_end/test_experts.py", "test_dropout_in_experts_drops_the_same_again", "how many random numbers"),
         (HERE, "test_the_form_of_experts_that_errors_name", ""),

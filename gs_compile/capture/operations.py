@@ -170,6 +170,16 @@ def spec_made(node: fx.Node) -> TensorSpec | None:
     return tensor_spec(node.args[0] if operation(node) == "setitem" else node)
 
 
+def computes_with_sizes(node: fx.Node, name: str) -> bool:
+    """Whether an operation computes with a number that values decide, such as how many tokens an expert gets; others
+    take it as a shape.
+    """
+    place = {"full": 1, "new_full": 2}.get(name)
+    filling = [node.kwargs.get("fill_value"), *node.args[place : place + 1]] if place else []
+    numbers = ((each, each.meta.get("number")) for each in node.all_input_nodes)
+    return any(kind is float or (kind is int and (computes(name) or each in filling)) for each, kind in numbers)
+
+
 def is_sized(node: fx.Node) -> bool:
     """Whether no size of a node's result depends on values."""
     return (spec := tensor_spec(node)) is None or spec.is_sized

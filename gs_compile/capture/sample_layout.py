@@ -51,6 +51,9 @@ APART = (
 )  # these index rows of one tensor by another
 
 
+_WHOLE = (slice(None), slice(None, None, 1), slice(0, None), slice(0, None, 1))
+
+
 class SampleLayout(NamedTuple):
     """runs: the number of consecutive entries of a sample, for each pass over all samples; None: not known.
     why: the reason for which the operation mixes samples; empty: it does not.
@@ -79,8 +82,8 @@ def sample_layout(node: fx.Node, num_samples: int) -> SampleLayout:
     read = [each for each in maker.all_input_nodes if has_samples(each)]
     places = [found for each in read if (found := _along(each, num_samples)) is not None]
     source = places[0] if read and len(places) == len(read) else None
-    if _picks_others(node, num_samples):
-        return SampleLayout(None, OTHERS)
+    if _picks_others(node, num_samples) or _is_part_of_chosen(node, name):
+        return SampleLayout(None, PART if _is_part_of_chosen(node, name) else OTHERS)
     if name == "setitem" and (target := _along(node.args[0], num_samples)) is not None:
         return SampleLayout(None, _cut(node, target, index_along(node, target.dim), num_samples).why)
     if name in CUTTING and maker is node and source is not None:
@@ -177,6 +180,14 @@ def _is_split(node: fx.Node, source: _Along, num_samples: int) -> bool:
     if source.runs is None or {*sizes} == {source.number * num_samples}:
         return False
     return not source.ends(num_samples).issuperset(accumulate(sizes))
+
+
+def _is_part_of_chosen(node: fx.Node, name: str) -> bool:
+    """Whether a slice selects among rows of which values decide how many there are, such as the tokens of an expert."""
+    target = tensor_spec(node.args[0]) if name in ("getitem", "narrow", "setitem") else None
+    dims = range(len(target.shape)) if target is not None and not target.is_sized else ()
+    cut = (index_along(node, dim) for dim in dims if target is not None and target.shape[dim] < 0)
+    return any(isinstance(each, slice) and each not in _WHOLE for each in cut)
 
 
 def _cut(node: fx.Node, source: _Along, part: Any, num_samples: int) -> SampleLayout:

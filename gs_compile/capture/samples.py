@@ -29,6 +29,7 @@ from gs_compile.capture.operations import (
     SHAPING,
     arguments_of,
     computes,
+    computes_with_sizes,
     has_samples,
     is_sized,
     maker_of,
@@ -123,6 +124,7 @@ class Provenance:
         is_whole = isinstance(spec, TensorSpec) and not spec.dtype.is_floating_point
         is_counted = has_samples(node) and any(map(self.is_count, read))
         is_counted |= node not in self.numbers and not self.numbers.isdisjoint({*read}.intersection(decide))
+        is_counted |= computes_with_sizes(node, name)
         if (is_whole and (is_counted or not self.ranks.isdisjoint(read))) or _is_order(node):
             self.ranks.add(node)
 
@@ -140,6 +142,8 @@ def why_it_mixes(node: fx.Node, provenance: Provenance) -> str:
     read: Sequence[Any] = node.args[:1] if name == "cond" else ()
     if spec is not None and spec.dtype.is_floating_point:
         read = [each for each in node.all_input_nodes if computes(name) or _is_of_floats(each)]
+        if computes_with_sizes(node, name):
+            return COUNTED
     if any(isinstance(each, fx.Node) and provenance.is_count(each) for each in read):
         return COUNTED
     return why_it_runs_along(node, name) if spec is None else _why_rows_mix(maker, name, spec, provenance)

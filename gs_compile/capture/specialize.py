@@ -224,6 +224,7 @@ class _Copy:
             "uneven": self.fold.is_uneven(example),
             "storage": storage_number(example),
             "is_filled_with_batch": self._is_filled_with_batch(node),
+            "number": _KINDS.get(type(example)),  # that values decide
             CAPTURED: node,
         }
         if self.autocast:

@@ -234,6 +234,32 @@ class Mean(Routed):
         return x_BTD + self.experts[0](x_BTD[token]).mean(0)
 
 
+class Weighed(Routed):
+    """Multiplies by how many tokens an expert gets, of a micro-batch or of all. Fault: by those of a micro-batch."""
+
+    def forward(self, x_BTD):
+        token = torch.where(self.gate(x_BTD).argmax(-1) == 0)
+        return x_BTD + self.experts[0](x_BTD) * token[0].numel()
+
+
+class Shared(Routed):
+    """By their share of all tokens; as a tensor."""
+
+    def forward(self, x_BTD):
+        token = torch.where(self.gate(x_BTD).argmax(-1) == 0)
+        share = torch.full(x_BTD.shape, token[0].shape[0] / x_BTD.numel(), dtype=x_BTD.dtype)
+        return x_BTD + self.experts[0](x_BTD) * share
+
+
+class Dropping(Routed):
+    """An expert leaves out all but its first tokens, of a micro-batch or of all. Fault: of a micro-batch."""
+
+    def forward(self, x_BTD):
+        x = x_BTD.flatten(0, 1)
+        token = torch.where(self.gate(x).argmax(-1) == 0)[0][:3]
+        return x_BTD + torch.zeros_like(x).index_add(0, token, self.experts[0](x[token])).view_as(x_BTD)
+
+
 class Packed(Model):
     """Hands its blocks the words alone that are no padding; or their losses alone to the mean."""
 
@@ -262,6 +288,9 @@ REFUSED = {
         r"`copies` \(repeat_interleave\).*repeat_interleave.*grouped_mm",
     ),
     "a mean": (lambda: Model(Mean), SeparationError, r"averages over as many elements as values decide, at .*mean"),
+    "a number": (lambda: Model(Weighed), SeparationError, r"`mul.*` \(mul\) computes with what is counted"),
+    "some of them": (lambda: Model(Dropping), SeparationError, r"`.*` \(getitem\) takes a part of the samples"),
+    "a share": (lambda: Model(Shared), SeparationError, r"`.*` \(full\) computes with what is counted"),
     "a loss": (
         lambda: Packed(nn.Linear, is_loss=True),
         SeparationError,
