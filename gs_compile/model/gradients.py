@@ -6,7 +6,7 @@ it puts there is added to those of the step.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -57,12 +57,14 @@ def have_zeros(parameters: Iterable[Tensor]) -> list[Tensor]:
     ]
 
 
-def take_given(parameters: Iterable[Tensor]) -> None:
-    """Add the gradients that a script has put in `.grad`, unless they are zeros, to the sums of the step."""
+def take_given(parameters: Iterable[Tensor], is_idle: Callable[[Tensor], bool] = lambda _: False) -> None:
+    """Add the gradients that a script has put in `.grad` to the sums of the step: zeros only to those of parameters to
+    which no backward of the step has brought any, as torch would not update these otherwise.
+    """
     with without_overrides():
         grads = [(each, each.grad) for each in parameters if is_offloaded(each)]
     others = [(each, grad) for each, grad in grads if grad is not None and grad is not residency_of(each).gradient]
-    given = [(each, grad) for each, grad in others if isinstance(grad, UnavailableGradient) or bool(grad.any())]
+    given = [(p, grad) for p, grad in others if isinstance(grad, UnavailableGradient) or is_idle(p) or bool(grad.any())]
     left = dict(given)
     try:
         for parameter in left:

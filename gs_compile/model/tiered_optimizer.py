@@ -78,7 +78,7 @@ class TieredOptimizer(Optimizer):
     def close_step(self, *, is_late: bool = False) -> None:
         """As in the base class; another thread that reads or commits finds all of a step, or nothing."""
         assert self.engine is not None, "there was a call"
-        take_given(self._parameters)
+        take_given(self._parameters, self._is_idle)
         self.count_late()
         finished = self.engine.step_to_finish(dropped=are_dropped(self._parameters))
         if finished is None:
@@ -102,6 +102,13 @@ class TieredOptimizer(Optimizer):
         is_bad = record.skipped and not record.is_dropped
         if is_bad and (record.loss_scale == 1.0 or record.is_loss_bad):  # else the scale was too large
             self._warn(record)
+
+    def _is_idle(self, parameter: Tensor) -> bool:
+        """Whether the backwards of the current step have brought a parameter no gradient, and it is not updated."""
+        engine = self.engine
+        if engine is None or engine.record is None:
+            return False
+        return self.trained_span(parameter) in engine.record.idle | engine.never
 
     def count_late(self) -> None:
         """Include in the step's norm the gradients that parameters in memory have got since the model's backward, for

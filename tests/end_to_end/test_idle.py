@@ -373,6 +373,22 @@ def test_zeros_that_a_script_gives_are_a_gradient(accumulate, tmp_path):
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=1e-6)
 
 
+def test_zeros_behind_the_backward_are_a_gradient(tmp_path):
+    """As of ``if p.grad is None: p.grad = zeros``, by which weight decay changes a parameter. Fault: they were lost,
+    without a word.
+    """
+    for each, optimizer in (pair := list(both(Model(), storage=tmp_path))):
+        for seed in range(3):
+            each(*batch(4, seed=seed)).backward()
+            for parameter in each.parameters() if seed != 1 else ():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            optimizer.zero_grad()
+    (plain, _), (model, _) = pair
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=1e-6)
+
+
 def test_steps_that_were_missed_stay_so_where_others_are_trained(tmp_path):
     """Fault: they counted from the freezing on, so the first step had Adam's correction of a later one."""
     for each, optimizer in (pair := list(both(Model(), storage=tmp_path, accumulate=True))):
