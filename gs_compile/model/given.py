@@ -4,7 +4,10 @@ a state on the tiers, of an input of a call, of a buffer.
 
 from __future__ import annotations
 
+import gc
 import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,17 +18,38 @@ from gs_compile.capture.internals import changes, num_holders
 END_NBYTES = 4096  # of each end of a tensor's memory: to read all of it would be one more pass over the model
 
 
+class Place(NamedTuple):
+    """Where a state dict has a tensor: in a dict, under a name, behind an earlier tensor.
+
+    tries: how often all objects may still be searched for the dict of any place of the state dict.
+    """
+
+    number: int  # the id of the dict
+    name: str
+    earlier: weakref.ref[Tensor]
+    tries: Iterator[int]
+
+    @property
+    def now(self) -> Any:
+        """What is there in place of a tensor that ends; None if the dict ends, which lets go of earlier ones first."""
+        earlier = self.earlier()
+        if earlier is None or next(self.tries, None) is None:
+            return None
+        found = (each for each in gc.get_referrers(earlier) if type(each) is dict and id(each) == self.number)
+        return next(found, {}).get(self.name)
+
+
 class Given:
     """What a state dict was given of a tiered parameter, or of its state: a copy, where torch gives their memory.
 
-    torch counts no changes by `.data` or by a numpy array: those of an end of the memory are found.
+    torch counts no changes by `.data` or by a numpy array: those of an end of the memory are found. place: of a state.
     """
 
-    def __init__(self, values: Tensor) -> None:
+    def __init__(self, values: Tensor, place: Place | None = None) -> None:
         end = weakref.WeakMethod(self._end)
         self.values = weakref.ref(values, lambda _: (call := end()) and call())
         self._memory = values.detach()  # with the version of the values
-        self._num_holders = num_holders(values)
+        self._num_holders, self._place = num_holders(values), place
         self._first, self._was_changed = (changes(values), _ends(values)), False
 
     @property
@@ -35,6 +59,9 @@ class Given:
 
     def _end(self) -> None:
         """The values are going, and so does their memory, unless somebody else has it, as of `.data`."""
+        old, new = self._memory, None if self._place is None else self._place.now
+        is_same = isinstance(new, Tensor) and new.shape == old.shape and torch.equal(new.to(old), old)
+        self._was_changed |= new is not None and not is_same
         if num_holders(self._memory) <= self._num_holders:
             self._was_changed, self._memory = self.is_changed, torch.empty(0, device="cpu")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from gs_compile.capture.internals import tree_map_only, without_overrides
 from gs_compile.errors import MasterWarning, OptimizerError, ReleasedParameterError
 from gs_compile.model.files import mapped_rows
-from gs_compile.model.given import Given
+from gs_compile.model.given import Given, Place
 from gs_compile.model.offloaded import LOOKS, sends
 from gs_compile.model.parameter_store import MASTER, ParameterStore, component
 from gs_compile.model.residency import residency_of
@@ -187,9 +188,14 @@ def given(
     """The tensors of a state dict's states that are copies, and not the optimizer's own. (Those that ranks share cannot
     be changed.)
     """
-    found = ((each, own.get(p, {}).get(name)) for p, state in states.items() for name, each in state.items())
-    copies = (each for each, known in found if isinstance(each, torch.Tensor) and each is not known)
-    return [Given(each) for each in copies if not isinstance(each, DTensor)]
+    found, tries = list[Given](), iter(range(4))
+    for parameter, state in states.items():
+        shown, first = own.get(parameter, {}), None
+        for name, each in state.items():
+            if isinstance(each, torch.Tensor) and not isinstance(each, DTensor) and each is not shown.get(name):
+                found.append(Given(each, None if first is None else Place(id(state), name, first, tries)))
+                first = first or weakref.ref(each)
+    return found
 
 
 def refuse_lost(optimizer: Any) -> None:
@@ -197,7 +203,8 @@ def refuse_lost(optimizer: Any) -> None:
     if any(each.is_changed for each in optimizer.given):
         optimizer.given = []
         raise ReleasedParameterError(
-            "a tensor of optimizer.state_dict() was changed in place, and the optimizer's state was not: it lives on "
+            "a tensor of optimizer.state_dict() was changed in place, or another one was assigned there, and the "
+            "optimizer's state was not changed: it lives on "
             "the tiers, and a state dict has a copy. Pass the state dict to optimizer.load_state_dict(). Values that "
             "are to differ from the optimizer's are made in a value.clone()"
         )

@@ -35,6 +35,32 @@ def test_a_change_that_torch_does_not_count_is_refused_where_it_would_be_lost(ho
             one.train(1)
 
 
+def test_another_tensor_in_a_state_dict_is_refused_where_it_would_be_lost(tmp_path):
+    """torch's state dicts have its states' own dicts. Fault: it was lost, without a word. An equal one changes nothing,
+    and neither does a copy of the dicts.
+    """
+    with learner(tmp_path) as one:
+        one.train(0)
+        for name in ("exp_avg", "exp_avg_sq"):
+            shape = one.optimizer.param_groups[0]["params"][0].shape
+            one.optimizer.state_dict()["state"][0][name] = torch.zeros(shape)
+            with pytest.raises(ReleasedParameterError, match="another one was assigned there"):
+                one.train(1)
+            one.train(1)
+        found = one.optimizer.state_dict()
+        state = found["state"][0]
+        state["exp_avg"] = state["exp_avg"].clone()
+        one.train(2)
+        state["exp_avg"] = state["exp_avg"] * 2
+        one.optimizer.load_state_dict(found)
+        one.train(3)
+        states = one.optimizer.state_dict()["state"]
+        copies = [{name: each * 2 if each.dim() else each for name, each in state.items()} for state in states.values()]
+        del states, state
+        one.train(4)
+        assert len(copies) > 4
+
+
 def test_other_memory_for_a_state_dicts_value_is_not_the_parameters(tmp_path):
     """As ``value.data = value.data.half()``. Fault: as long as the value lived, the parameter was read there."""
     with learner(tmp_path) as one:
