@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import sys
 import weakref
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import accumulate
@@ -69,19 +69,30 @@ class Captured:
         sizes = {name: example.node.expr for name, example in examples.items() if isinstance(example, torch.SymInt)}
         return {name: size for name, size in sizes.items() if isinstance(size, sympy.Symbol)}
 
+    @property
+    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """All modules of the model, each behind the prefix that names of what it has begin with."""
+        for start, each in self.models.items():
+            if (model := each()) is not None:
+                for path, module in model.named_modules(remove_duplicate=False):
+                    yield f"{start}{path}{path and '.'}".removeprefix(self.root), module
+
     def buffers(self, *, persistent: bool = False) -> dict[str, torch.Tensor]:
         """All current buffers of the model, by their names in it; the graph may read only some of them.
 
         persistent: only those that are in state dicts.
         """
-        models = ((start, model) for start, each in self.models.items() if (model := each()) is not None)
-        return {
-            f"{start}{path}{path and '.'}{name}".removeprefix(self.root): buffer
-            for start, model in models
-            for path, module in model.named_modules(remove_duplicate=False)
-            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
-            if not (persistent and name in module._non_persistent_buffers_set)
-        }
+        return buffers_of(self.modules, persistent=persistent)
+
+
+def buffers_of(modules: Iterable[tuple[str, nn.Module]], *, persistent: bool = False) -> dict[str, torch.Tensor]:
+    """The buffers that modules themselves have, each of them behind a prefix of names; persistent: as of `buffers`."""
+    return {
+        f"{prefix}{name}": buffer
+        for prefix, module in modules
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+        if not (persistent and name in module._non_persistent_buffers_set)
+    }
 
 
 class Length(int):

@@ -14,19 +14,20 @@ import platform
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
-from gs_compile.capture.graph import Captured
+from gs_compile.capture.graph import Captured, buffers_of
 from gs_compile.errors import ResumeError
 from gs_compile.model.aliases import is_plain
 from gs_compile.model.given import state_of
 from gs_compile.model.idle import Idle
-from gs_compile.model.in_memory import parameters_in_memory
+from gs_compile.model.in_memory import modules_beside, parameters_in_memory
 from gs_compile.model.optimizer import Optimizer
 from gs_compile.model.optimizer_state import has_values
 from gs_compile.model.parameter_store import as_step
@@ -68,6 +69,12 @@ class Durable:
         self._captures: list[Captured] = []  # of the calls so far
         self._read: dict[str, torch.Tensor] = {}  # the buffers that these have read, as the latest of them had them
         self._optimizer, self._placed = optimizer, placed
+        self._beside: list[tuple[str, weakref.ref[nn.Module]]] = []
+        self._left: dict[str, torch.Tensor] = {}  # the buffers of these at the end of the last step
+        if (found := optimizer()) is not None:
+            outside = list(_beside(found, captured))
+            self._beside += [(name, weakref.ref(each)) for name, each in outside]
+            found.kept.first_buffers |= dict.fromkeys(kept_buffers(outside), KEPT)
         self.note_buffers(captured, read)
         self._tiers = tiers
         setting = tiers.setting
@@ -106,11 +113,21 @@ class Durable:
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
-        """All buffers of the model, by name, as they are now."""
+        """All buffers of the model, and of modules outside of it that the optimizer trains, by name, as they are."""
         found = dict(self._read)
         for captured in self._captures:
             found |= captured.buffers()
-        return found
+        return found | self._buffers_beside
+
+    @property
+    def _buffers_beside(self) -> dict[str, torch.Tensor]:
+        return buffers_of((name, module) for name, each in self._beside if (module := each()) is not None)
+
+    def end_step(self) -> None:
+        """A step has ended. What is ahead of the model may change its buffers before the call that commits the step."""
+        optimizer = self._optimizer()
+        kept = optimizer.kept.first_buffers if optimizer is not None else {}
+        self._left = {f"{BUFFER}{n}": each.clone() for n, each in self._buffers_beside.items() if n in kept}
 
     def note_buffers(self, captured: Captured, read: Mapping[str, torch.Tensor]) -> None:
         """A call reads these buffers. If a script changes them, or others that state dicts have, commits hold the new
@@ -122,7 +139,7 @@ class Durable:
         if any(each is captured for each in self._captures) or (optimizer := self._optimizer()) is None:
             return
         self._captures.append(captured)
-        always = kept_buffers(captured)
+        always = kept_buffers(captured.modules)
         for name, each in {**read, **captured.buffers(persistent=True)}.items():
             first = KEPT if name in always else (weakref.ref(each), state_of(each))
             optimizer.kept.first_buffers.setdefault(name, first)
@@ -182,6 +199,7 @@ class Durable:
         assert optimizer is not None, "it was there as the call began"
         assert store is not None, "commits need storage"
         rest = {**rest_of(optimizer), **self._changed_buffers(optimizer)}
+        rest |= self._left if self._random is not None else {}
         step = optimizer.num_steps + optimizer.num_skipped
         if optimizer.kept.step is not None:  # where the first step begins again, it is from this commit
             optimizer.kept.step = step
@@ -248,11 +266,15 @@ def rest_of(optimizer: Optimizer) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def kept_buffers(captured: Captured) -> dict[str, torch.Tensor]:
+def _beside(optimizer: Optimizer, captured: Captured) -> Iterator[tuple[str, nn.Module]]:
+    return modules_beside(optimizer, (module for _, module in captured.modules))
+
+
+def kept_buffers(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, torch.Tensor]:
     """The buffers that all commits have, by name: those of state dicts, which may have been made at random, where they
     are few bytes.
     """
-    found = {name: each for name, each in captured.buffers(persistent=True).items() if is_plain(each)}
+    found = {name: each for name, each in buffers_of(modules, persistent=True).items() if is_plain(each)}
     return found if sum(each.nbytes for each in found.values()) <= MOST_BUFFERS_NBYTES else {}
 
 
@@ -265,7 +287,8 @@ def rest_nbytes(optimizer: Optimizer, stored: Container[torch.Tensor], captured:
     trained = (each for each in optimizer.group_of if each.requires_grad and each not in stored)
     beside = [each for each in trained if residency_of(each).folder is None]
     nbytes = sum((1 + len(optimizer.components)) * each.nbytes + as_step(0).nbytes for each in beside)
-    return nbytes + sum(each.nbytes for each in kept_buffers(captured).values())
+    buffers = (*kept_buffers(captured.modules).values(), *kept_buffers(_beside(optimizer, captured)).values())
+    return nbytes + sum(each.nbytes for each in buffers)
 
 
 def give_back_rest(

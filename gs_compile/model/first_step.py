@@ -68,6 +68,7 @@ class FirstStep:
             refuse_overlaps(call.compilation.captured.inputs, call.args)
             aliases = aliases_of(call.args)
             optimizer.first_group_of = optimizer.group_of
+            optimizer.kept.note_modules(call.compilation.captured.modules)
             optimizer.engine = engine = Engine(optimizer, call, self, prepared)
             self.engine = weakref.ref(engine)
             self._values.update(residency_of(call.args[index]) for index in engine.spans_of(call.args))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -56,16 +56,42 @@ def give_names(groups: Sequence[Mapping[str, Any]]) -> None:
 
     Their places in an optimizer may differ between ranks, for example if a script has iterated over a set of names.
     """
-    left = {each for _, each in parameters_in_memory(groups)}
+    for module, own in _owners_of({each for _, each in parameters_in_memory(groups)}):
+        for name, parameter in sorted(module.named_parameters(remove_duplicate=False), key=itemgetter(0)):
+            if parameter in own:
+                residency_of(parameter).name = f"{type(module).__name__}.{name}"
+                own.remove(parameter)
+
+
+def _owners_of(
+    parameters: Iterable[Tensor], outside: Set[torch.nn.Module] = frozenset()
+) -> Iterator[tuple[torch.nn.Module, set[Tensor]]]:
+    """The smallest module that has all parameters, or the most, with those that it has; and the same for the others.
+
+    outside: if given, the largest modules that have none of these.
+    """
+    left, order = set(parameters), -1 if outside else 1
     found = (each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)) if left else ()
-    owners = [(each, left.intersection(each.parameters())) for each in found]
-    for module, own in sorted(owners, key=lambda each: (-len(each[1]), sum(1 for _ in each[0].modules()))):
-        if named := own & left:
-            for name, parameter in sorted(module.named_parameters(remove_duplicate=False), key=itemgetter(0)):
-                if parameter in named:
-                    residency_of(parameter).name = f"{type(module).__name__}.{name}"
-                    named.remove(parameter)
+    owners = [(each, own) for each in found if (own := left.intersection(each.parameters()))]
+    pairs = [(each, own) for each, own in owners if outside.isdisjoint(each.modules())]
+    for module, own in sorted(pairs, key=lambda each: (-len(each[1]), order * sum(1 for _ in each[0].modules()))):
+        if new := own & left:
             left -= own
+            yield module, new
+
+
+def modules_beside(optimizer: Optimizer, own: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The modules outside of the compiled model, `own`, that have an optimizer's parameters, and those in them. Each
+    has a prefix for names of what it has: it begins with a parameter's place in the optimizer.
+    """
+    inside = set(own)
+    known = {parameter for module in inside for parameter in module.parameters(recurse=False)}
+    in_memory = parameters_in_memory(optimizer.param_groups)
+    places = {each: place for place, each in in_memory if inside and each not in known}
+    for module, parameters in _owners_of(places, inside):
+        start = min(places[each] for each in parameters)
+        for path, each in module.named_modules():
+            yield f"{start}.{path}{path and '.'}", each
 
 
 def with_gradients(groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:

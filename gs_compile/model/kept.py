@@ -76,6 +76,11 @@ class Kept:
                 "take a state dict, under torch.no_grad() where no step is left"
             )
 
+    def note_modules(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        """Commits have the extra state of these modules, each behind a prefix of names, if any has one."""
+        if extra := ExtraState(modules):
+            self.states.setdefault(EXTRA, extra)
+
     @property
     def has_lost(self) -> bool:
         """Whether one of the objects says that the owner of its state, such as a Trainer, is gone."""
@@ -127,12 +132,31 @@ class Kept:
             undo.pop_all()
 
 
+class ExtraState:
+    """What modules return by `get_extra_state`, which state dicts have in addition to tensors; false if none does."""
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        own = ((name, each) for name, each in modules if type(each).get_extra_state is not nn.Module.get_extra_state)
+        self._modules = weakref.WeakValueDictionary({f"{name}_extra_state": each for name, each in own})
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: each.get_extra_state() for name, each in self._modules.items()}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        for name, each in self._modules.items():
+            each.set_extra_state(saved[name])
+
+
 def _load_again(holder: Any, state: Any) -> None:
     """Restore a state as far as possible, while an error is being raised."""
     with suppress(Exception):
         holder.load_state_dict(state)
 
 
+EXTRA = "extra_state"  # the name of an `ExtraState` among the states
 _SCALARS = {type(None), bool, int, float, str}
 # JSON has no keys other than strings, such as the milestones of torch's MultiStepLR, which are a Counter.
 _PAIRS, _COUNTED = "greedysnake.pairs", "greedysnake.counted"

@@ -12,22 +12,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils.data import Sampler
 
+from gs_compile.capture.graph import buffers_of
 from gs_compile.errors import OPTIMIZERS, OptimizerError, OptionError, ResumeError, StepOrderError
 from gs_compile.model.commits import check_buffers, give_back_buffers, give_back_states, give_back_values
 from gs_compile.model.former_run import check_beside, check_parameters, rest_left
-from gs_compile.model.kept import Kept
+from gs_compile.model.in_memory import modules_beside
+from gs_compile.model.kept import EXTRA, ExtraState, Kept
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
 from gs_compile.runtime.groups import gathered, team_of
 from gs_compile.runtime.storage.folder import folder_in
 from gs_compile.runtime.storage.last_commit import commits_in, newest_of
 from gs_compile.runtime.storage.stored import Manifest
+
+Named = TypeVar("Named")  # a tensor or a module
 
 
 @dataclass(frozen=True)
@@ -59,15 +63,15 @@ def resume(
     `states` are objects with `state_dict` and `load_state_dict`, such as schedulers and samplers. Each commit stores
     their states by name, and that of the optimizer's LossScaler, and this loads them; None: resume without that state.
     States of torch's samplers and data loaders are those at `optimizer.step()`, before the next batch is drawn. The
-    optimizer's settings are those of that step. Buffers, and parameters outside of the compiled model, as of an encoder
-    ahead of it, have their values when this returns. The model's come with its first call; until then `state_dict`, and
-    what reads or writes them, raises StepOrderError.
+    optimizer's settings are those of that step. Buffers, extra states of modules, and parameters and buffers outside of
+    the compiled model, as of an encoder ahead of it, have their values when this returns. The model's come with its
+    first call; until then `state_dict`, and what reads or writes them, raises StepOrderError.
 
     Raises ResumeError if the run is of another model or optimizer, or has other states, ManifestError for a damaged
     commit, and StepOrderError after the model's first call. Then nothing has changed.
     """
     _check(optimizer)
-    every, states = {**optimizer.kept.states, **states}, _given(states)
+    every, states = _with_extra(model, {**optimizer.kept.states, **states}), _given(states)
     for name, each in states.items():
         if not (callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None))):
             raise OptionError(f"{name} has no state_dict and load_state_dict: a {type(each).__name__}")
@@ -80,7 +84,7 @@ def resume(
         _check_states(former, states.keys(), every.keys())
         optimizer.settings_left(former)
         check_beside(former, optimizer)
-        check_buffers(former, buffers := _by_name(model.named_buffers(remove_duplicate=False)))
+        check_buffers(former, buffers := _buffers(model, optimizer))
         rest = rest_left(former, options.storage, team)  # before anything is changed
         Kept(_given(every)).give_back(former.states)
     kept.storage, kept.ranks = options.storage, team.everyone if team else ()
@@ -99,9 +103,21 @@ def resume(
     return Resumed(former.step, former.user)
 
 
-def _by_name(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """What a model has, by the names that commits have for it."""
-    return {name.removeprefix("_orig_mod."): each for name, each in named}
+def _with_extra(model: nn.Module, states: dict[str, Any]) -> dict[str, Any]:
+    """The states, with the extra state of the model's modules, if there is any."""
+    extra = ExtraState(_by_name(model.named_modules(remove_duplicate=False), end=".").items())
+    return {**states, EXTRA: states.get(EXTRA) or extra} if extra else states
+
+
+def _buffers(model: nn.Module, optimizer: TieredOptimizer) -> dict[str, torch.Tensor]:
+    """The buffers of a model, and of modules outside of it that the optimizer trains, by the names in commits."""
+    outside = buffers_of(modules_beside(optimizer, model.modules()))
+    return _by_name(model.named_buffers(remove_duplicate=False)) | outside
+
+
+def _by_name(named: Iterable[tuple[str, Named]], end: str = "") -> dict[str, Named]:
+    """What a model has, by the names that commits have for it; end: of names that are not empty."""
+    return {f"{name}{name and end}".removeprefix("_orig_mod."): each for name, each in named}
 
 
 def _check_states(former: Manifest, given: Set[str], every: Set[str]) -> None:

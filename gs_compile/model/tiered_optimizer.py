@@ -88,6 +88,7 @@ class TieredOptimizer(Optimizer):
         in_memory.refuse_narrow(self.param_groups)
         if finished is not None and self.engine.durable is not None and not is_late:
             self.kept.end_step()  # before anything changes, as objects of the user's may raise
+            self.engine.durable.end_step()
         with self.engine.tiers.closing():
             if finished is not None:
                 self.engine.finish(record)
