@@ -14,7 +14,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parent.parent / "ranks"))
 from launch import Fleet
-from rank_learner import Learner
+from rank_learner import compiled
 from tiered import gpt2
 
 from gs_compile.errors import NonFiniteWarning
@@ -52,7 +52,7 @@ def learns(info, tmp_path, device):
         from carded import to
 
         build = gpt2 if where == "cpu" else lambda seed: to(gpt2(seed=seed), where)
-        learner = Learner(info, tmp_path / f"{device}{info.rank}", build=build)
+        learner = compiled(info, tmp_path / f"{device}{info.rank}", build)
         losses = learner.train(*range(4))
         norm = learner.optimizer.last_step.grad_norm
         found = losses, norm, learner.values()
@@ -85,7 +85,7 @@ def goes_on_at_once(info, tmp_path):
         from carded import to
 
         patched.setattr(network._Launched, "wait", lambda *_: True)
-        learner = Learner(info, tmp_path / str(info.rank), build=lambda seed: to(gpt2(seed=seed), where))
+        learner = compiled(info, tmp_path / str(info.rank), lambda seed: to(gpt2(seed=seed), where))
         with pytest.raises(NonFiniteWarning, match=r"(the loss|a gradient) is not finite: step 1 was skipped"):
             learner.train(0)
         learner.optimizer.engine.tiers.close()
@@ -99,7 +99,7 @@ def is_killed(info, tmp_path):
     with on_card(info) as where:
         from carded import to
 
-        learner = Learner(info, tmp_path / str(info.rank), build=lambda seed: to(gpt2(seed=seed), where))
+        learner = compiled(info, tmp_path / str(info.rank), lambda seed: to(gpt2(seed=seed), where))
         learner.train(0)
         (tmp_path / f"{info.rank}.begun").touch()
         while len(list(tmp_path.glob("*.begun"))) < info.number:  # else the other may still be within its first step

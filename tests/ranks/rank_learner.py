@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from functools import partial
+
 import torch
-from tiered import gpt2, options, step, tokens, two_groups
+from tiered import gpt2, options, shared, step, tokens, two_groups
 
 import gs_compile
 from gs_compile.model.files import whole
 from gs_compile.model.materialize import whole_states
 
+make = partial(gs_compile.AdamW, lr=1e-3, max_grad_norm=1.0)
+
+
+@contextmanager
+def learner(info, folder, harness=None, seed=0, **changes):
+    """With the usual model, or that of another harness: `warm` has captured it."""
+    harness = harness or shared()
+    if seed:
+        for parameter, value in zip(harness.model.parameters(), gpt2(seed=seed).parameters(), strict=True):
+            parameter.data.copy_(value.detach())
+    with harness.fresh(make, options(folder, alpha=0.5, **changes)) as optimizer:
+        yield Learner(info, harness.model, optimizer)
+
+
+def compiled(info, folder, build, seed=0, **changes):
+    """With a model of its own, which is captured for it."""
+    optimizer = make(two_groups(model := build(seed=seed)))
+    model.compile(backend="greedysnake", options=options(folder, alpha=0.5, **changes))
+    return Learner(info, model, optimizer)
+
 
 class Learner:
     """A model and its optimizer on one rank."""
 
-    def __init__(self, info, folder, seed=0, build=gpt2, **changes):
-        self.info = info
-        self.model = build(seed=seed)
-        self.optimizer = gs_compile.AdamW(two_groups(self.model), lr=1e-3, max_grad_norm=1.0)
-        self.model.compile(backend="greedysnake", options=options(folder, alpha=0.5, **changes))
+    def __init__(self, info, model, optimizer):
+        self.info, self.model, self.optimizer = info, model, optimizer
 
     def train(self, *numbers):
         """A step on each batch, of which every rank has some rows."""

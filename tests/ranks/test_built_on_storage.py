@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from launch import Fleet
 from learner import same_tensors
-from rank_learner import Learner
+from rank_learner import compiled
 from tiered import gpt2, options
 from torch import nn
 from torch.distributed import checkpoint
@@ -45,7 +45,7 @@ def builds(info, tmp_path):
     """A model that is built on storage by ranks with different seeds is the first rank's, and each keeps its rows."""
     make = partial(gpt2, width=128)
     (folder := tmp_path / str(info.rank)).mkdir()
-    stored = Learner(info, folder, build=lambda seed: init_on_storage(lambda: make(seed=info.rank), storage=folder))
+    stored = compiled(info, folder, lambda seed: init_on_storage(lambda: make(seed=info.rank), storage=folder))
     large = {name for name, p in stored.model.named_parameters() if p.nbytes >= SMALL_NBYTES}
     nbytes = sum(p.nbytes for name, p in stored.model.named_parameters() if name in large)
     found = {"share": mapped_nbytes(folder) / nbytes}
@@ -67,7 +67,7 @@ def builds(info, tmp_path):
     assert torch.equal(stored.model.state_dict()[name].full_tensor(), 2 * plain.get_parameter(name))
     stored.model.load_state_dict(state | {name: plain.get_parameter(name)})
     (beside := folder / "beside").mkdir()
-    ordinary = Learner(info, beside, build=lambda seed: make(seed=10 * info.rank))
+    ordinary = compiled(info, beside, lambda seed: make(seed=10 * info.rank))
     for each in (ordinary, stored):
         each.train(0, 1)
     same_tensors(stored.values(), ordinary.values())
@@ -76,7 +76,7 @@ def builds(info, tmp_path):
     with on_first_rank(narrow) as is_first:
         if is_first:
             same_tensors(narrow.state_dict(), {name: value.bfloat16() for name, value in plain.state_dict().items()})
-    early = Learner(info, folder, build=lambda seed: init_on_storage(lambda: make(seed=5), storage=folder))
+    early = compiled(info, folder, lambda seed: init_on_storage(lambda: make(seed=5), storage=folder))
     model, optimizer = get_state_dict(ordinary.model, ordinary.optimizer)
     checkpoint.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path / "saved")
     model, optimizer = get_state_dict(early.model, early.optimizer)  # before the first call
@@ -103,7 +103,7 @@ def fails(info, tmp_path, on_storage):
     """The last rank's second update fails; each rank has its rows of the first values, or all of what was in memory."""
     (folder := tmp_path / str(info.rank)).mkdir()
     make = partial(gpt2, width=128, seed=info.rank)
-    found = Learner(info, folder, build=lambda seed: init_on_storage(make, storage=folder) if on_storage else make())
+    found = compiled(info, folder, lambda seed: init_on_storage(make, storage=folder) if on_storage else make())
     first = {name: own(value).clone() for name, value in found.model.state_dict().items()}
     if not on_storage:
         first = gpt2(width=128, seed=0).state_dict()  # all have the first rank's
@@ -153,7 +153,7 @@ def uses(info, tmp_path, in_host):
     """MiB that a rank has in memory and on storage for a model, and that were planned."""
     storage_init.CACHE_NBYTES = 8 << 20
     (folder := tmp_path / f"{info.number}-{info.rank}").mkdir()
-    Learner(info, folder).train(0)  # loads code
+    compiled(info, folder, gpt2).train(0)  # loads code
     Path("/proc/self/clear_refs").write_text("5")
     start = status("VmHWM")
     model = init_on_storage(Wide, storage=folder)

@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from frozen_models import gpt2_with_frozen
 from launch import Fleet
-from rank_learner import Learner
+from rank_learner import compiled, learner
 from safetensors.torch import load_file
 from saving import saving
 from stored_run import save, stored_run
-from tiered import gpt2, options, step, tokens
+from tiered import gpt2, options, shared, step, tokens
 
 import gs_compile
 from gs_compile.cli.stored.export import export
@@ -94,9 +93,9 @@ def looks_elsewhere(info, tmp_path):
     for path in (directory, folder):
         path.mkdir(mode=0o700)
     save(folder, stored_run(folder, on_disk=False))
-    learner = Learner(info, directory, durability="step", resume="auto")
-    with pytest.raises(LeftoverError, match=r"rank 0 has that of rank 1; rank 1 has that of rank 0: they have come to"):
-        learner.train(0)
+    words = r"rank 0 has that of rank 1; rank 1 has that of rank 0: they have come to"
+    with learner(info, directory, durability="step", resume="auto") as one, pytest.raises(LeftoverError, match=words):
+        one.train(0)
 
 
 def test_ranks_on_other_machines_than_before_do_not_begin_anew(pair, tmp_path):
@@ -117,30 +116,30 @@ def dies_in_commit(name, is_due=lambda: True):
     manifest.system.rename = rename
 
 
-def trains(info, tmp_path, dies_at=None, saved=(), **changes):
+def trains(info, tmp_path, dies_at=None, saved=(), precision=()):
     """Steps until the last; a rank is killed after it has prepared the commit of a step, or has made it."""
+    storage, harness = tmp_path / "storage", shared(*precision, dropout=0.1)
     torch.manual_seed(info.rank)
-    learner = Learner(info, tmp_path / "storage", build=partial(gpt2, dropout=0.1), durability="step", **changes)
-    run = gs_compile.resume(learner.model, learner.optimizer, storage=tmp_path / "storage")
-    if dies_at is not None and info.rank == 1:
-        name, step = dies_at
-        dies_in_commit(name, lambda: learner.optimizer.num_steps == step)
-    learner.train(*range(run.step, LAST))
-    values = learner.values()
-    placement = learner.optimizer.engine.placement  # the first rank plans for all
-    assert not saved or (placement.carried_values and placement.decision.shares == saved)
-    assert manifest.read(folder_in(tmp_path / "storage")).step == LAST - 1, "schedulers may move on after this"
-    learner.optimizer.commit()
-    committed = manifest.read(folder_in(tmp_path / "storage"))
-    return run.step, values, committed.step
+    with learner(info, storage, harness, durability="step") as one:
+        run = gs_compile.resume(one.model, one.optimizer, storage=storage)
+        if dies_at is not None and info.rank == 1:
+            name, step = dies_at
+            dies_in_commit(name, lambda: one.optimizer.num_steps == step)
+        one.train(*range(run.step, LAST))
+        values = one.values()
+        placement = one.optimizer.engine.placement  # the first rank plans for all
+        assert not saved or (placement.carried_values and placement.decision.shares == saved)
+        assert manifest.read(folder_in(storage)).step == LAST - 1, "schedulers may move on after this"
+        one.optimizer.commit()
+        return run.step, values, manifest.read(folder_in(storage)).step
 
 
 def trains_beside_encoded(info, tmp_path):
-    learner = Learner(info, tmp_path / "storage", build=gpt2_with_frozen, frozen="nf4", durability="step")
-    learner.train(0)
-    learner.optimizer.commit()
-    found = learner.values()
-    learner.optimizer.engine.tiers.close()
+    one = compiled(info, tmp_path / "storage", lambda seed: gpt2_with_frozen(), frozen="nf4", durability="step")
+    one.train(0)
+    one.optimizer.commit()
+    found = one.values()
+    one.optimizer.engine.tiers.close()
     return found
 
 
@@ -157,15 +156,14 @@ def commits_again(info, tmp_path):
     """What has changed since the commit of a step, before and after the next process has taken that up."""
     found = []
     for number in range(2):
-        learner = Learner(info, tmp_path / "storage", durability="step")
-        run = gs_compile.resume(learner.model, learner.optimizer, storage=tmp_path / "storage")
-        learner.train(0) if number == 0 else learner.call()
-        for each in range(2):
-            learner.optimizer.kept.user = [number, each]
-            learner.optimizer.commit()
-            made = manifest.read(folder_in(tmp_path / "storage"))
-            found.append((run.step, run.user, made.step, made.user))
-        learner.optimizer.engine.tiers.close()
+        with learner(info, tmp_path / "storage", durability="step") as one:
+            run = gs_compile.resume(one.model, one.optimizer, storage=tmp_path / "storage")
+            one.train(0) if number == 0 else one.call()
+            for each in range(2):
+                one.optimizer.kept.user = [number, each]
+                one.optimizer.commit()
+                made = manifest.read(folder_in(tmp_path / "storage"))
+                found.append((run.step, run.user, made.step, made.user))
     return found
 
 
@@ -178,23 +176,23 @@ def test_a_step_is_committed_again_with_what_has_changed_since(pair, tmp_path):
 
 def commits_what_is_new(info, tmp_path, dies_at=None):
     """A step is committed once more with another value; there a rank is killed, and the next processes go on."""
-    learner = Learner(info, tmp_path / "storage", durability="step")
-    run = gs_compile.resume(learner.model, learner.optimizer, storage=tmp_path / "storage")
-    weight = learner.model.lm_head.weight
-    if dies_at is None:
-        learner.call()
-        made = manifest.read(folder_in(tmp_path / "storage"))
-        assert all((folder_in(tmp_path / "storage") / each.name).exists() for each in made.files())
-        return run.user, weight.detach().clone()
-    learner.train(0)
-    for each in ("one", "other"):
-        with torch.no_grad():
-            weight.fill_(len(each))
-        learner.optimizer.kept.user = each
-        if info.rank and each == "other":
-            dies_in_commit(dies_at)
-        learner.optimizer.commit()
-    return None
+    with learner(info, tmp_path / "storage", durability="step") as one:
+        run = gs_compile.resume(one.model, one.optimizer, storage=tmp_path / "storage")
+        weight = one.model.lm_head.weight
+        if dies_at is None:
+            one.call()
+            made = manifest.read(folder_in(tmp_path / "storage"))
+            assert all((folder_in(tmp_path / "storage") / each.name).exists() for each in made.files())
+            return run.user, weight.detach().clone()
+        one.train(0)
+        for each in ("one", "other"):
+            with torch.no_grad():
+                weight.fill_(len(each))
+            one.optimizer.kept.user = each
+            if info.rank and each == "other":
+                dies_in_commit(dies_at)
+            one.optimizer.commit()
+        return None
 
 
 @pytest.mark.parametrize("dies_at", [pytest.param(manifest.NEXT, marks=pytest.mark.slow), manifest.NAME])
@@ -211,13 +209,13 @@ def test_ranks_go_on_from_one_of_two_commits_of_a_step(dies_at, pair, tmp_path):
 
 
 def keeps_what_no_commit_can(info, tmp_path, how):
-    learner = Learner(info, tmp_path / "storage", durability="step")
-    learner.train(0)
-    dist.barrier()  # else rank 1 may fail while another is within this step
-    if info.rank:
-        learner.optimizer.kept.user = {"best": torch.zeros(1)}
-    with pytest.raises(OptimizerError if info.rank else RankError) as caught:
-        learner.optimizer.commit() if how == "commit()" else learner.train(1)
+    with learner(info, tmp_path / "storage", durability="step") as one:
+        one.train(0)
+        dist.barrier()  # else rank 1 may fail while another is within this step
+        if info.rank:
+            one.optimizer.kept.user = {"best": torch.zeros(1)}
+        with pytest.raises(OptimizerError if info.rank else RankError) as caught:
+            one.optimizer.commit() if how == "commit()" else one.train(1)
     return str(caught.value)
 
 
@@ -233,7 +231,7 @@ def saves(info, tmp_path, dies_at=None):
     """The same with saved activations, parameters that are kept from step to step, and split masters."""
     saved = Share(1, "host", 0.4), Share(2, "ssd", 0.3)
     with saving(*saved, carried=FIRST):
-        return trains(info, tmp_path, dies_at, saved, precision="bf16")
+        return trains(info, tmp_path, dies_at, saved, ["bf16"])
 
 
 @pytest.mark.parametrize(

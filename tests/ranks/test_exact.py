@@ -13,11 +13,12 @@ import torch.distributed as dist
 import zoo
 from launch import Fleet
 from learner import distance, same_tensors
-from tiered import Harness, adamw, gpt2, muon, options, outcome, shared, tokens, two_groups
+from tiered import Block, Harness, adamw, gpt2, muon, options, outcome, shared, tokens, two_groups
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from transformers import T5Config, T5ForConditionalGeneration
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import gs_compile
 from gs_compile.errors import NonFiniteWarning
@@ -26,10 +27,10 @@ from gs_compile.runtime.optimizer import OptimizerStep
 
 KEEPS_CAPTURES = True  # each process captures its own
 NUM_STEPS, FEW = 10, 4  # each number of samples that ranks have comes in four
-# gpt2 is tied, of mixtral not every expert is met by every rank, and each balances its own tokens, of llama some layers train alone, as adapters do; t5 has
-# two stacks, whose side inputs have gradients.
+# gpt2 is tied, of mixtral and routed not every expert is met by every rank, and each balances its own tokens, of llama
+# some layers train alone, as adapters do; t5 has two stacks, whose side inputs have gradients.
 # Each with a norm that some of its steps are clipped by.
-MODELS = {"gpt2": 1.9, "llama": 0.5, "qwen3": 1.75, "mixtral": 1.6, "positional": 1.8, "t5": 1.5}
+MODELS = {"gpt2": 1.9, "llama": 0.5, "qwen3": 1.75, "mixtral": 1.6, "positional": 1.8, "t5": 1.5, "routed": 1.25}
 # Gradients that are zero but for rounding, as those of the keys' biases, differ by as much as they are; with eps 1e-8
 # AdamW would make whole steps of them, in either system.
 SETTINGS = {"lr": 1e-3, "eps": 1e-4}
@@ -40,10 +41,39 @@ SETTINGS = {"lr": 1e-3, "eps": 1e-4}
 
 def build(name):
     changes = {"output_router_logits": True, "router_aux_loss_coef": 0.1} if name == "mixtral" else {}
-    model = {"positional": partial(zoo.build, name), "t5": t5}.get(name, partial(zoo.small, name, **changes))()
+    own = {"positional": partial(zoo.build, name), "t5": t5, "routed": Routed}
+    model = own.get(name, partial(zoo.small, name, **changes))()
     for parameter_name, parameter in model.named_parameters() if name == "llama" else ():
         parameter.requires_grad_(any(part in parameter_name for part in ("q_proj", "v_proj")))
     return model
+
+
+class Routing(zoo.Block):
+    """What a token gets beside is one of eight vectors: a rank does not choose all of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = torch.nn.Linear(zoo.WIDTH, 8), torch.nn.Embedding(8, zoo.WIDTH)
+
+    def forward(self, x_BTD):
+        x_BTD = super().forward(x_BTD)
+        scores_BTE = self.router(x_BTD)
+        return x_BTD + self.experts(scores_BTE.argmax(-1)), scores_BTE
+
+
+class Routed(zoo.GPT):
+    """Chooses as mixtral does, and balances its choices over the tokens of a rank, with what Dynamo soon has read."""
+
+    def __init__(self):
+        super().__init__(Routing)
+
+    def forward(self, ids, labels):
+        x_BTD, scores = self.embedding(ids), []
+        for block in self.blocks:
+            x_BTD, scores_BTE = block(x_BTD)
+            scores.append(scores_BTE.flatten(0, 1))
+        loss = functional.cross_entropy(self.head(self.norm(x_BTD)).flatten(0, 1), labels.flatten())
+        return loss + 0.1 * load_balancing_loss_func(tuple(scores), 8, 2)
 
 
 def t5():
@@ -124,7 +154,7 @@ def check(found):
 
 @pytest.mark.parametrize(
     ("name", "num_steps"),
-    [("mixtral", FEW), *(pytest.param(name, NUM_STEPS, marks=pytest.mark.slow) for name in MODELS)],
+    [("routed", FEW), *(pytest.param(name, NUM_STEPS, marks=pytest.mark.slow) for name in MODELS)],
 )
 def test_two_ranks_against_ddp(pair, tmp_path, name, num_steps):
     check(pair.run(learn_all, tmp_path, names=[name], num_steps=num_steps))
@@ -140,6 +170,9 @@ FIRST_RANKS = 60  # of the tokens: the first of two ranks has their rows of the 
 
 class Cut(zoo.GPT):
     """Its embedding gets a gradient as its calls choose."""
+
+    def __init__(self):
+        super().__init__(partial(Block, zoo.WIDTH, 0.0))
 
     def forward(self, ids, labels, reaches):
         x_BTD = self.embedding(ids)

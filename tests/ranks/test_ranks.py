@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import Fleet
+from tiny import Tiny, TinyConfig
 from torch.distributed.device_mesh import init_device_mesh
 
 from gs_compile.codegen import codes
@@ -212,9 +213,8 @@ def launched(info, tmp_path):
     path = Path(__file__).parents[2] / "examples" / "train_gpt2.py"
     specification = importlib.util.spec_from_file_location("train_gpt2", path)
     specification.loader.exec_module(example := importlib.util.module_from_spec(specification))
-    config = example.GPT2Config
     with pytest.MonkeyPatch.context() as patched, redirect_stdout(io.StringIO()) as printed:
-        patched.setattr(example, "GPT2Config", lambda **sizes: config(**sizes | {"n_embd": 48, "n_layer": 2}))
+        patched.setattr(example, "build", lambda: Tiny(TinyConfig(vocab_size=256)))
         for name, number in {"SEQUENCE": 16, "BATCH": 4, "MICRO_BATCH": 2}.items():
             patched.setattr(example, name, number)
         given = example.options(tmp_path / "storage")

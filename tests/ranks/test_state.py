@@ -13,9 +13,9 @@ import torch.distributed as dist
 import transformers
 from launch import Fleet
 from learner import same_tensors
-from rank_learner import Learner
+from rank_learner import compiled, learner
 from safetensors.torch import load_file, save_file
-from tiered import tokens
+from tiered import gpt2, shared, tokens
 from torch import Tensor
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
@@ -43,34 +43,34 @@ KEEPS_CAPTURES = True  # each process captures its own
 
 
 def saves(info, tmp_path, precision, goes_on):
-    one = Learner(info, tmp_path, precision=precision)
-    one.train(0, 1)
-    model, optimizer = get_state_dict(one.model, one.optimizer)
-    checkpoint.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path / "2")
-    found = {"saved": one.values()}
-    if goes_on:
-        one.train(2)
-        found["trained"] = one.values()
-    return found
+    with learner(info, tmp_path, shared(precision)) as one:
+        one.train(0, 1)
+        model, optimizer = get_state_dict(one.model, one.optimizer)
+        checkpoint.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path / "2")
+        found = {"saved": one.values()}
+        if goes_on:
+            one.train(2)
+            found["trained"] = one.values()
+        return found
 
 
 def loads(info, tmp_path, precision, source, goes_on, target=None):
     """On ranks that then train, or store all once more."""
     folder = tmp_path / f"on{info.number}"
     folder.mkdir(exist_ok=True)
-    one = Learner(info, folder, seed=1 + info.rank, precision=precision)
-    one.train(7) if goes_on else one.call()
-    model, optimizer = get_state_dict(one.model, one.optimizer)
-    checkpoint.load(state := {"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path / source)
-    set_state_dict(one.model, one.optimizer, model_state_dict=model, optim_state_dict=state["optimizer"])
-    found = {"loaded": one.values()}
-    if target:
+    with learner(info, folder, shared(precision), seed=1 + info.rank) as one:
+        one.call() if target else one.train(7)
         model, optimizer = get_state_dict(one.model, one.optimizer)
-        checkpoint.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path / target)
-    if goes_on:
-        one.train(2)
-        found["trained"] = one.values()
-    return found
+        checkpoint.load(state := {"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path / source)
+        set_state_dict(one.model, one.optimizer, model_state_dict=model, optim_state_dict=state["optimizer"])
+        found = {"loaded": one.values()}
+        if target:
+            model, optimizer = get_state_dict(one.model, one.optimizer)
+            checkpoint.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path / target)
+        if goes_on:
+            one.train(2)
+            found["trained"] = one.values()
+        return found
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def rows_of(value):
 def reads(info, tmp_path):
     """Reads of many kinds, and what they give back is the same."""
     files.SMALL_NBYTES = 1 << 10  # so that not all are small
-    one = Learner(info, tmp_path, build=partial(small, "gpt2"))
+    one = compiled(info, tmp_path, partial(small, "gpt2"))
     one.train(0)
     wanted, optimizer = one.values(), one.optimizer.state_dict()
     model = one.model.state_dict()
@@ -250,7 +250,7 @@ def test_reads_and_writes_of_all_kinds(pair, tmp_path):
 
 
 def reads_alone(info, tmp_path):
-    one = Learner(info, tmp_path)
+    one = compiled(info, tmp_path, gpt2)
     one.call()
     if info.rank == 1:
         raise SystemExit

@@ -22,6 +22,7 @@ capture_cheaply()
 lower_once()
 figures.give()
 with tempfile.TemporaryDirectory() as folder:
-    shared().train(adamw, options(folder), num_steps=1)  # each rank has the capture of the usual model
+    for harness in (shared(), shared("bf16"), shared(dropout=0.1)):  # each rank has these captures
+        harness.train(adamw, options(folder), num_steps=1)
 signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which the run has taken
 collect_seldom()
