@@ -6,12 +6,12 @@ import peft
 import torch
 import transformers
 from packed_checkpoints import llama, rewritten
+from tiered import options
 from transformers import AutoModelForCausalLM
 
 import gs_compile
 from gs_compile.runtime.codecs import CODECS
 
-EAGER = {"compiler": "eager"}
 EXPERTS = ("gate_up_proj", "down_proj")
 LORA = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", "init_lora_weights": False}
 
@@ -73,7 +73,7 @@ def learned(model, *, storage=None, targets=("q_proj", "down_proj"), **given):
         optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=1e-4)
     else:
         optimizer = gs_compile.AdamW(trained, lr=1e-2, eps=1e-4)
-        model.compile(backend="greedysnake", options={**storage, "micro_batch_size": 2, "expert": EAGER})
+        model.compile(backend="greedysnake", options={**options(storage["storage"]), **storage})
     losses = []
     for number in range(3):
         ids = torch.randint(0, 96, (4, 12), generator=torch.Generator().manual_seed(number))

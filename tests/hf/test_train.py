@@ -50,7 +50,12 @@ def test_the_example_learns_and_goes_on(tmp_path, monkeypatch, goes_on):
     (tmp_path / "chat.jsonl").write_text(
         "\n".join(json.dumps({"prompt": f"{n} + {n} = ", "completion": str(2 * n)}) for n in range(64))
     )
-    changes = (f"options.storage={tmp_path}/tiers", "options.expert.compiler=eager", f"data={ROOT}/README.md")
+    expert = ("compiler=eager", "recompute=all", "alpha=0")  # so that nothing is planned
+    changes = (
+        f"options.storage={tmp_path}/tiers",
+        f"data={ROOT}/README.md",
+        *(f"options.expert.{each}" for each in expert),
+    )
     shallow = "model.num_hidden_layers=2"
     first = run(EXAMPLE, *changes, shallow, f"args.output_dir={tmp_path}/first")
     assert first.exit_code == 0, first.stderr
@@ -64,7 +69,7 @@ def test_the_example_learns_and_goes_on(tmp_path, monkeypatch, goes_on):
     second = run(
         EXAMPLE, *changes, f"model={tmp_path}/first", "tokenizer=null", f"data={tmp_path}/chat.jsonl",
         f"args.output_dir={tmp_path}/second", "args.max_steps=2", "args.packing=false",
-        "lora={r: 2, target_modules: [q_proj, v_proj]}", "options.frozen=nf4", "options.expert.recompute=all", "options.expert.alpha=0",
+        "lora={r: 2, target_modules: [q_proj, v_proj]}", "options.frozen=nf4",
     )  # fmt: skip
     assert second.exit_code == 0, second.stderr
     assert AutoModelForCausalLM.from_pretrained(f"{tmp_path}/second").peft_config["default"].r == 2

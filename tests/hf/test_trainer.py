@@ -105,27 +105,23 @@ CASES = {
     "sgd": {"optim": "sgd", "gradient_accumulation_steps": 3},
     "checkpointed": {CHECKPOINTING: True},
     "kernels of Liger": {"use_liger_kernel": True},
-    # Gradients that are zero but for rounding, as those of the keys' biases, become whole steps of either sign with
-    # AdamW's usual eps of 1e-8, in either Trainer.
+    # With AdamW's usual eps of 1e-8 gradients that are zero but for rounding become whole steps of either sign, in
+    # either Trainer.
     "bf16": {"bf16": True, "gradient_accumulation_steps": 2, "adam_epsilon": 1e-4},
 }
-OF_LLAMA = ["accumulated, ragged end"]  # the rest is Trainer's own work, whatever the model
-OF_GPT2 = ["checkpointed", "bf16"]
-
-
-def model_of(case):
-    return "llama" if case in OF_LLAMA else "gpt2" if case in OF_GPT2 else "tiny"
-
-
 SLOW = ("every batch a step", "no clip", "norm of no clip")
 SLOW += ("evaluated between", "checkpointed")  # as ranks/test_hf.py and the best model below, and test_adapters.py
 
 
 @pytest.mark.parametrize(
     ("case", "name"),
-    [pytest.param(case, model_of(case), marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES],
+    [
+        pytest.param(case, "gpt2" if case == "checkpointed" else "tiny", marks=[pytest.mark.slow] * (case in SLOW))
+        for case in CASES
+    ],
 )
 def test_the_same_curves_and_weights(case, name, tmp_path):
+    """What is Trainer's own work, whatever the model; test_adapters.py and test_trl.py have models of transformers."""
     theirs = trainer(tmp_path / "theirs", name, **CASES[case])
     theirs.args.use_liger_kernel = False  # they need a GPU
     theirs.train()

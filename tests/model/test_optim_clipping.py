@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from learner import distance, learner, plain, same_tensors, values
-from tiered import gpt2, tokens, two_groups
+from tiered import gpt2, options, tokens, two_groups
 from torch.nn import functional
 from zoo import GPT, VOCAB
 
@@ -42,7 +42,7 @@ def test_clipping_in_float64_is_exact(tmp_path):
     """Fault: the scale was one of float32, and values were 1e-8 from plain PyTorch's."""
     model, plain = GPT().double(), GPT().double()
     optimizer = gs_compile.SGD(model.parameters(), lr=1.0, max_grad_norm=0.5)
-    model.compile(backend="greedysnake", options={"storage": str(tmp_path)})
+    model.compile(backend="greedysnake", options=options(tmp_path, outputs="all"))
     ids = tokens(0) % VOCAB
     for each in (model, plain):
         each(ids, ids)[1].backward()
