@@ -37,7 +37,8 @@ def test_its_command_makes_a_cell(tmp_path, monkeypatch):
     zoo.configuration("llama", num_hidden_layers=4, use_cache=False).to_json_file(tmp_path / "small.json")
     monkeypatch.setattr(what_fits, "FOLDER", tmp_path)
     monkeypatch.setattr(what_fits, "SEQUENCE", 64)
-    monkeypatch.setattr(fit, "ways", lambda request: [("in full", replace(request, micro_batch_size=2))])
+    asked = {"micro_batch_size": 2, "alpha": 0.0, "recompute": "all"}  # so that little is searched
+    monkeypatch.setattr(fit, "ways", lambda request: [("in full", replace(request, **asked))])
     what_fits.main(["--models", "small", "--machines", "laptop", "--output", str(tmp_path / "page.md")])
     assert re.fullmatch(r"[\d,]+", table((tmp_path / "page.md").read_text())["small"]["laptop"])
 

@@ -28,11 +28,11 @@ from gs_compile.errors import (
     StorageFullError,
     StorageLockedError,
 )
-from gs_compile.planner.cost.model import named_config
+from gs_compile.planner.cost.model import built, named_config
 from gs_compile.program.text import parse
 
 ROOT = Path(__file__).resolve().parents[2]
-GPT2 = ("inspect", "--model", "gpt2", "--layers", "3", "--micro-batches", "2")
+GPT2 = "inspect --model gpt2 --layers 3 --hidden 64 --micro-batches 2 --micro-batch-size 3 --sequence 16".split()
 FORMS = {
     "report after snake": ("--after", "snake"),
     "program": ("--graph", "program"),
@@ -73,7 +73,7 @@ def test_the_programs_of_gpt2(printed):
 
 def test_the_report_of_gpt2(printed):
     headline, *lines = printed["report"].splitlines()
-    assert headline.startswith("3 layers of 1 class, 2 micro-batches of 1, 60,648,960 parameters of 231.4 MiB")
+    assert headline.startswith("3 layers of 1 class, 2 micro-batches of 3, 3,432,064 parameters of 13.1 MiB")
     assert "class 0: 3 layers: 0-2" in lines
     assert any("cross_entropy(mean) = cross_entropy(sum) / total" in line for line in lines)
     assert printed["report"].endswith(printed["program"])
@@ -91,10 +91,11 @@ def test_graphs(printed):
 
 def test_json(printed):
     found = json.loads(printed["json"])
-    assert (found["num_layers"], found["num_micro_batches"], found["micro_batch_size"]) == (3, 2, 1)
+    assert (found["num_layers"], found["num_micro_batches"], found["micro_batch_size"]) == (3, 2, 3)
+    assert found["checkpoint"]["spec"] == "float32[3, 16, 64]"
     assert tuple(found["programs"]) == inspect.PROGRAM_PASSES
     assert found["programs"]["free"] == printed["program"]
-    assert found["units"][1] == {"units": [0, 1, 2], "parameters_nbytes": 28351488}
+    assert found["units"][1] == {"units": [0, 1, 2], "parameters_nbytes": 199936}
     assert "graph" not in found
     assert json.loads(printed["json with a graph"])["graph"].strip() == printed["backward"].strip()
 
@@ -103,12 +104,10 @@ def test_a_config_file_made_narrow_and_shallow(tmp_path):
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 30, "vocab_size": 100} | sizes))
-    arguments = ("--layers", "2", "--hidden", "64", "--micro-batch-size", "3", "--sequence", "16", "--json")
-    found = json.loads(run("inspect", "--model", str(path), *arguments).stdout)
-    assert found["num_layers"] == 2
-    assert found["checkpoint"]["spec"] == "float32[3, 16, 64]"
+    changes = inspect._changes(named_config(str(path)), InspectRequest(str(path), layers=2, hidden=64))
+    blocks = built(named_config(str(path), **changes)).model.layers
     attention, mlp, norms = 64 * 64 * 2 + 64 * 32 * 2, 64 * 128 * 3, 64 * 2
-    assert found["units"][1]["parameters_nbytes"] == 4 * (attention + mlp + norms)
+    assert [sum(each.numel() for each in block.parameters()) for block in blocks] == [attention + mlp + norms] * 2
 
 
 @pytest.mark.parametrize("layers", [3, 40])

@@ -116,16 +116,16 @@ def test_a_model_from_a_file_on_a_machine_from_a_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "complaint"),
+    ("arguments", "complaint"),
     [
-        ("--model gtp2", 2, "PlanError: gtp2 is neither the name of a model"),
-        ("--model gpt-65b --machine a1000", 2, "ProfileError: unknown machine a1000; did you mean a100?"),
-        ("--model gpt2 --sequence 256 --micro-batch-size 1 --host-memory 100MiB", 3, "NoFitError"),
+        ("--model gtp2", "PlanError: gtp2 is neither the name of a model"),
+        ("--model gpt-65b --machine a1000", "ProfileError: unknown machine a1000; did you mean a100?"),
     ],
 )
-def test_what_the_planner_refuses(arguments, code, complaint):
+def test_what_the_planner_refuses(arguments, complaint):
+    """The code of each kind of error is in test_cli.py."""
     result = run("plan", "--machine", "a100", *arguments.split())
-    assert (result.exit_code, result.stdout) == (code, "")
+    assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(complaint)
     assert len(result.stderr.splitlines()) == 1
 
