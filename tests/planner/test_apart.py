@@ -77,8 +77,10 @@ def test_whole_programs_are_what_the_columns_of_each_stack_say(separate):
 
 @pytest.mark.parametrize(
     ("trained", "flops_per_second", "host_nbytes", "gains"),
-    [(True, 6e12, 0.52 * GB, (1.08, 1.04)), (False, 1e13, 0.46 * GB, (1.04, 1.02))],
-    ids=["both trained", "a frozen tower"],
+    [
+        pytest.param(True, 6e12, 0.52 * GB, (1.08, 1.04), id="both trained", marks=pytest.mark.slow),
+        pytest.param(False, 1e13, 0.46 * GB, (1.04, 1.02), id="a frozen tower"),
+    ],
 )
 def test_a_step_is_faster_for_what_each_stack_keeps(trained, flops_per_second, host_nbytes, gains):
     """By the linear program and by the simulator: memory is of most use to the stack of wide layers, which is trained."""

@@ -16,7 +16,8 @@ PIECE = 8  # tokens
 
 def counted(name, sizes, **settings):
     """Of one model the costs of its units at the last of sizes asked for in turn, whole and in pieces; and its units."""
-    spec = ModelSpec.of(zoo.configuration(name), sequence=zoo.TOKENS, precision="bf16", **settings)
+    model = zoo.GPT() if name == "plain" else zoo.configuration(name)
+    spec = ModelSpec.of(model, sequence=zoo.TOKENS, precision="bf16", **settings)
     found = [[spec.workload(size, layer_tokens=piece).costs for piece in (None, PIECE)] for size in sizes]
     return found[-1], spec.specialized(sizes[-1])
 
@@ -24,7 +25,7 @@ def counted(name, sizes, **settings):
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("gpt2", {}),
+        ("plain", {}),
         pytest.param(
             *("llama", {"lora": 2}),
             marks=[pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")],  # in PEFT
@@ -32,7 +33,7 @@ def counted(name, sizes, **settings):
         pytest.param("gpt2", {"schedule": "single"}, marks=pytest.mark.slow),
         *(
             pytest.param(each, {}, marks=pytest.mark.slow)
-            for each in ("bloom", "gemma3_text", "gpt_oss", "mamba", "mixtral")
+            for each in ("gpt2", "bloom", "gemma3_text", "gpt_oss", "mamba", "mixtral")
         ),
     ],
 )

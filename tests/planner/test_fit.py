@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be remo
 SIZES = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "max_position_embeddings": 128}
 WIDER = SIZES | {"max_position_embeddings": 4096}
 ASKED = {"machine": "rtx4090", "sequence": 64, "host_memory": "24MiB", "device_memory": "20MiB", "lora": 4}
-SMALL = {"micro_batch_size": 4, "recompute": "all"}
+SMALL = {"micro_batch_size": 4, "recompute": "all", "alpha": 0.0}
 BATCH = {**SMALL, "num_micro_batches": 2}  # a plan is then made in seconds
 
 

@@ -28,7 +28,14 @@ WORKLOAD = gpt(4, 512, sequence=4096)  # whose layers compute in 68 MiB
 SLOW_LINK = replace(A100, **{name: rate / 8 for name, rate in vars(A100).items() if name.startswith(("h2d", "d2h"))})
 PARTS = {2048: 0.5, 512: 0.25}  # of that, by the tokens of a piece
 CONFIG = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 3, "max_position_embeddings": 4096}
-NAMED = {"machine": "rtx4090", "sequence": 2048, "micro_batch_size": 1, "num_micro_batches": 1, "recompute": "all"}
+NAMED = {
+    "machine": "rtx4090",
+    "sequence": 2048,
+    "micro_batch_size": 1,
+    "num_micro_batches": 1,
+    "recompute": "all",
+    "alpha": 0.0,
+}
 
 
 def asked(device_memory, *, machine=A100, slower=1.01, **settings):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import zoo
+from planned import gpt
 
 from gs_compile.errors import PlanError
 from gs_compile.planner.cost import known_workloads
@@ -32,9 +33,9 @@ def model(tmp_path, monkeypatch):
     return path
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def workload():
-    return planner_of(zoo.configuration("gpt2", **SIZES), ASKED).problem(1).workload
+    return gpt(2, 64)
 
 
 def files(model):
@@ -64,6 +65,7 @@ def test_a_workload_is_taken_from_where_it_was_kept(model, monkeypatch):
     made = planner.problem(2).workload, planner.workloads.levelled(planner.problem(2).workload)
     (kept,) = files(model)
     assert known(model) == made
+    light(model)
     assert made[1].num_levels
     for changed in ({"sequence": 32}, {"states": "8bit"}, {"frozen": "nf4"}, {"optimizer": "muon"}):
         with pytest.raises(CapturedError):
@@ -94,9 +96,8 @@ assert not heavy, heavy
 """
 
 
-def test_with_a_capture_that_was_kept_another_machine_is_planned_for_without_torch(model):
-    """To import it would take longer than the plan."""
-    planner_of(model, ASKED, keeps=True).problem(2)
+def light(model):
+    """Another machine is planned for without torch: to import it would take longer than the plan."""
     command, root = [sys.executable, "-c", LIGHT, str(model)], Path(__file__).resolve().parents[2]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -236,7 +236,7 @@ def test_where_nothing_moves_there_is_nothing_to_keep():
 def test_a_config_is_planned_in_bf16_like_a_name():
     config = GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=100, n_positions=32)
     settings = {"machine": HERE, "sequence": 16, "micro_batch_size": 1, "num_micro_batches": 2, "recompute": "all"}
-    found = plan(config, **settings).workload
+    found = plan(config, **settings, alpha=0.0).workload
     assert (found.name, found.num_layers, found.sequence, found.dtype) == ("gpt2", 2, 16, "bf16")
     assert all((size.itemsize, size.state_itemsize) == (2, 10) for size in found.sizes)
     assert planner_of(config, Request(precision="model", **settings)).problem(1).workload.dtype == "fp32"
@@ -344,9 +344,8 @@ def test_the_memory_that_a_refusal_names_has_room_for_the_products_of_updates():
 @pytest.mark.parametrize(
     ("alpha", "machine"),
     [
-        (0.3, HERE),
         (0.0, "a100"),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0.0, HERE), (0.3, "a100"))),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0.0, HERE), (0.3, HERE), (0.3, "a100"))),
     ],
 )
 def test_a_vocabulary_larger_than_layers_fits_with_updates_in_pieces(machine, alpha):
@@ -381,7 +380,7 @@ LANES = {
 }
 
 
-QUICK = (0, 139)
+QUICK = (139,)
 SLOW = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(200) if seed not in QUICK]
 
 
