@@ -95,8 +95,8 @@ def test_more_models_of_a_class_than_dynamo_compiles_one_train_in_a_process(ends
     torch._dynamo.reset()
     kept = []
     with torch._dynamo.config.patch(recompile_limit=2):
-        for number in range(3):
-            model = gpt2(num_layers=2 + number % 2)
+        for number in range(2):  # each has two captures
+            model = gpt2(num_layers=2 + number)
             optimizer = adamw(two_groups(model))
             model.compile(backend="greedysnake", options=options(tmp_path / str(number)))
             step(model, optimizer, tokens(0))
@@ -227,7 +227,7 @@ def test_a_model_on_storage_trains_bitwise_after_a_conversion(convert, tmp_path)
         torch._dynamo.reset()
         model = build()
         optimizer = adamw(two_groups(model))
-        model.compile(backend="greedysnake", options=options(tmp_path / "run", separate_device=True))
+        model.compile(backend="greedysnake", options=options(tmp_path / "run", separate_device=True, alpha=0.0))
         losses = [step(model, optimizer, tokens(number)) for number in range(2)]
         found.append((losses, {name: value.clone() for name, value in model.state_dict().items()}))
         optimizer.engine.tiers.close()

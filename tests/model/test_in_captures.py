@@ -102,7 +102,7 @@ def test_a_capture_is_that_of_parameters_in_memory(name):
 
 # Every function of torch --------------------------------------------------------------------------------------------
 
-PARTS = 64
+PARTS = 128
 DRAWS = " torch.nn.init."  # a forward that draws a parameter anew trains nothing: it is refused, in other words
 OTHERWISE = {  # what a capture has otherwise of a parameter on the tiers, and why nobody trains with it
     "override torch.Tensor.grad.__get__": "the gradient of the step before",

@@ -386,7 +386,7 @@ def test_values_live_as_long_as_their_model(tmp_path):
 # Models of their own: last, as a capture of one ends those of the usual model ------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["model", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("model", marks=pytest.mark.slow), "bf16"])
 def test_frozen_parameters_stay(precision, tmp_path):
     def build():
         model = gpt2()
