@@ -82,8 +82,10 @@ def sample_layout(node: fx.Node, num_samples: int) -> SampleLayout:
     read = [each for each in maker.all_input_nodes if has_samples(each)]
     places = [found for each in read if (found := _along(each, num_samples)) is not None]
     source = places[0] if read and len(places) == len(read) else None
-    if _picks_others(node, num_samples) or _is_part_of_chosen(node, name):
-        return SampleLayout(None, PART if _is_part_of_chosen(node, name) else OTHERS)
+    if _is_part_of_chosen(node, name):
+        return SampleLayout(None, PART)
+    if _picks_others(node, num_samples):
+        return SampleLayout(None, OTHERS)
     if name == "setitem" and (target := _along(node.args[0], num_samples)) is not None:
         return SampleLayout(None, _cut(node, target, index_along(node, target.dim), num_samples).why)
     if name in CUTTING and maker is node and source is not None:
