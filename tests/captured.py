@@ -68,6 +68,7 @@ def captured(model: Callable[..., Any], *args: Any, dynamic: bool | None = None,
 
         return run
 
+    record.__module__ = greedysnake.__module__  # by which it is known as this package's
     torch._dynamo.reset()
     torch.compile(model, backend=record, dynamic=dynamic)(*args, **kwargs)
     (case,) = cases

@@ -16,6 +16,7 @@ import pytest
 import torch
 from lowered import lower_once
 from tiered import Harness, capture_cheaply, collect_seldom, our_threads, shared
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gs_compile.model import engine, first_step
 from gs_compile.planner.cost import timing
@@ -32,6 +33,15 @@ signal.signal(
 torch.set_num_threads(1)  # for tiny models more only get in each other's way
 capture_cheaply()
 lower_once()
+
+
+def _dispatched(mode, *given, cached=FakeTensorMode._cached_dispatch_impl):
+    return cached(mode, *given) if mode.shape_env is None else mode._dispatch_impl(*given)
+
+
+# What a trace of symbolic sizes has found out of an operation is not kept for a later layer with the same: in models of
+# two layers that takes longer than it saves.
+FakeTensorMode._cached_dispatch_impl = _dispatched
 
 YOUNG = 50_000  # objects that may refer to others, made since the last collection and not gone: that is a capture
 LEFT = 8_000_000  # blocks of memory that wait to be looked at together, dead or alive: that is a search through all there are

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType, FunctionType
 from typing import Any, TypeVar, cast
@@ -137,16 +137,6 @@ def watches_gradient(tensor: torch.Tensor | None) -> bool:
         return False
     functions = [getattr(hook, "func", hook) for hook in backward_hooks(tensor)]
     return tensor.retains_grad or any(getattr(each, "__module__", None) not in _FABRIC for each in functions)
-
-
-def nodes_behind(tensors: Iterable[torch.Tensor]) -> set[Any]:
-    """The autograd nodes that a backward from these tensors may reach."""
-    ahead, seen = [tensor.grad_fn for tensor in tensors], set[Any]()
-    while ahead:
-        if (node := ahead.pop()) is not None and node not in seen:
-            seen.add(node)
-            ahead += [further for further, _ in node.next_functions]
-    return seen
 
 
 def wants_all(node: Any) -> bool:

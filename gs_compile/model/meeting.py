@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from gs_compile.capture.internals import nodes_behind, without_modes
+from gs_compile.capture.internals import without_modes
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
 from gs_compile.errors import NoBatchInputError, OptimizerError, RankError
 from gs_compile.model.call import Call
@@ -76,17 +74,15 @@ def meet(args: Sequence[Any], options: Options, compilation: Compilation | None)
 def agree(ranks: Ranks, call: Call, optimizer: Optimizer) -> None:
     """Raise `RankError` on all ranks if they have different options, models, inputs, optimizers or versions.
 
-    Parameters that stay in memory, outside the model, and buffers get the first rank's values; those that this forward
-    has used already have to be the same. The number of threads is corrected before anything is timed.
+    Parameters that stay in memory, outside the model, and buffers get the first rank's values. The number of threads is
+    corrected before anything is timed.
     """
     correct_thread_count()
     give_names(optimizer.param_groups)
-    named = by_name(optimizer.param_groups)
     facts = chain(_of_options(call.compilation.options), _of_optimizer(optimizer), _of_model(call, optimizer))
-    used = _of_used(call.args, named)
-    ranks.require_same("the first step", {"torch's version": torch.__version__, **dict(facts), **dict(used)})
+    ranks.require_same("the first step", {"torch's version": torch.__version__, **dict(facts)})
     gather_when_saved()
-    begin_alike(ranks, [*named, *call.compilation.buffers(call.args).items()])
+    begin_alike(ranks, [*by_name(optimizer.param_groups), *call.compilation.buffers(call.args).items()])
 
 
 def refuse_empty(ranks: Ranks | None, num_rows: int) -> None:
@@ -123,17 +119,6 @@ def _of_options(options: Options) -> Facts:
     yield "greedysnake's version", __version__
     yield "the number of directories of storage", len(options.storage)
     yield from ((f"the option {name}", value) for name, value in options.by_name.items() if name not in OWN)
-
-
-def _of_used(args: Sequence[Any], named: Iterable[tuple[str, Tensor]]) -> Facts:
-    """Of the named parameters those from which the arguments of a call were computed."""
-    nodes = nodes_behind(arg for arg in args if isinstance(arg, Tensor) and not isinstance(arg, torch.nn.Parameter))
-    used = {id(node.variable) for node in nodes if hasattr(node, "variable")}
-    for name, parameter in named:
-        if id(parameter) in used:
-            values = parameter.detach().cpu().contiguous().flatten().view(torch.uint8)
-            checksum = zlib.crc32(values.numpy())  # type: ignore[arg-type]
-            yield f"the checksum of {name}, from which the model's input is computed (draw it from one seed)", checksum
 
 
 def _of_optimizer(optimizer: Optimizer) -> Facts:

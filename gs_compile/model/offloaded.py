@@ -23,7 +23,6 @@ from gs_compile.capture.internals import (
     converts_module,
     makes_replicas,
     makes_state_dict,
-    nodes_behind,
     untraced,
     without_overrides,
 )
@@ -380,8 +379,12 @@ class _Read(torch.autograd.Function):
 
 def read_for(tensors: Iterable[Tensor]) -> set[OffloadedParameter]:
     """The offloaded parameters that get gradients of these tensors from outside of a compiled model."""
-    nodes = nodes_behind(tensors)
-    return {node.parameter for node in nodes if isinstance(node, _Read._backward_cls)}  # type: ignore[attr-defined]
+    ahead, seen = [tensor.grad_fn for tensor in tensors], set[Any]()
+    while ahead:
+        if (node := ahead.pop()) is not None and node not in seen:
+            seen.add(node)
+            ahead += [further for further, _ in node.next_functions]
+    return {node.parameter for node in seen if isinstance(node, _Read._backward_cls)}  # type: ignore[attr-defined]
 
 
 def _applied(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -46,7 +46,7 @@ def learned(model, value):
     model.beta = value
     for block in model.blocks:
         block.scale = value / 3
-    return train(model, *batch())
+    return train(model, *batch(4))
 
 
 def test_one_capture_computes_what_one_for_each_number_would():
@@ -111,7 +111,7 @@ def test_a_number_that_a_backward_reads_is_guarded(kind):
     for factor in (0.1, 0.2, 0.4):
         for each in (model, plain):
             each.zero_grad()
-            each(batch()[0], kind(factor)).backward()
+            each(batch(4)[0], kind(factor)).backward()
         assert_same_gradients(zoo.gradients(model), zoo.gradients(plain))
     assert len(compilations_of[model.head.weight]) == (3 if kind is float else 1)
 
@@ -160,7 +160,7 @@ def test_a_number_that_a_forward_counts_is_a_symbol():
     plain = copy.deepcopy(model)
     compile_model(model, 2)
     for number in range(5):
-        torch.testing.assert_close(model(batch()[0]), plain(batch()[0]))
+        torch.testing.assert_close(model(batch(4)[0]), plain(batch(4)[0]))
         for each in (model, model.blocks[0]):
             assert type(each.calls) is int  # what is another type's would be captured anew
             assert each.calls == number + 1
@@ -188,7 +188,7 @@ def test_a_number_that_a_script_counts_in_a_module_is_a_symbol_once_it_has_chang
     compile_model(model, 2, storage=str(tmp_path), host_memory="64MiB")
     for epoch in range(8):
         model.epoch = plain.epoch = epoch
-        losses = [each(batch()[0]) for each in (model, plain)]
+        losses = [each(batch(4)[0]) for each in (model, plain)]
         torch.testing.assert_close(*losses)
         for loss, optimizer in zip(losses, optimizers, strict=True):
             loss.backward()
@@ -213,7 +213,7 @@ def test_an_entry_is_stored_in_a_dict_that_the_forward_has_not_read():
     torch._dynamo.reset()
     set_from_the_start()
     compile_model(model := Noting(), 2)
-    ids = batch()[0]
+    ids = batch(4)[0]
     model(ids).backward()
     assert torch.equal(model.noted["twice"], 2 * ids)
 
@@ -228,14 +228,14 @@ def test_what_is_captured_for_each_number_says_so_beyond_dynamos_limit(tmp_path)
         compile_model(model, 2, storage=str(tmp_path), host_memory="64MiB")
         with dynamo_config.patch(recompile_limit=2, fail_on_recompile_limit_hit=False):
             for p in (0.1, 0.2):
-                model(batch()[0], p).backward()
+                model(batch(4)[0], p).backward()
                 optimizer.step()
                 optimizer.zero_grad()
             if make is gs_compile.SGD:
                 with pytest.raises(ReleasedParameterError, match=words):
-                    model(batch()[0], 0.3).backward()
+                    model(batch(4)[0], 0.3).backward()
                 continue
-            model(batch()[0], 0.3).backward()
+            model(batch(4)[0], 0.3).backward()
             with pytest.warns(UncapturedWarning, match=words):
                 optimizer.step()
             optimizer.step()
@@ -296,4 +296,4 @@ class Reads(GPT):
 def test_what_computes_with_a_number_of_a_tensor_is_refused(use):
     model = compile_model(Reads(), 2)
     with pytest.raises(GraphBreakError, match="is not one graph: Dynamo breaks it at"):
-        model(batch()[0], COMPUTED[use])
+        model(batch(4)[0], COMPUTED[use])

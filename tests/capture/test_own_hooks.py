@@ -67,13 +67,13 @@ def test_a_hook_may_keep_a_mean_of_what_each_block_makes(refers):
     assert {each.split.num_layers for each in compilation.models.values()} == {3}
 
 
-class Replaced(zoo.Block):
+class Replaced(zoo.Feed):
     def forward(self, x):
-        return zoo.Block.forward(self, x)
+        return zoo.Feed.forward(self, x)
 
 
 def doubled(self, x):
-    return 2 * zoo.Block.forward(self, x)
+    return 2 * zoo.Feed.forward(self, x)
 
 
 @pytest.mark.parametrize("name", ["forward", "__code__"])

@@ -164,7 +164,14 @@ def head_in_pieces(head, size, generator):
 
 @pytest.mark.parametrize("generator", COMPILERS, ids=["eager", "inductor"])
 @pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.slow)], ids=["two samples", "one sample"])
-@pytest.mark.parametrize("head", [*ONCE, *TWICE, of_outputs, as_trl_does, odd_views], ids=lambda head: head.__name__)
+@pytest.mark.parametrize(
+    "head",
+    [
+        pytest.param(each, marks=[pytest.mark.slow] * (each is moved_logits))  # as of_the_middle
+        for each in (*ONCE, *TWICE, of_outputs, as_trl_does, odd_views)
+    ],
+    ids=lambda head: head.__name__,
+)
 def test_results_and_gradients_are_those_of_the_whole_head(head, size, generator):
     unit, code = unit_of(head, size), head_in_pieces(head, size, generator)
     for name in ("backward", "both") if "loss" in unit.results else ("backward",):

@@ -152,7 +152,7 @@ def test_what_a_resumed_run_was_given_is_not_lost_where_its_first_step_begins_ag
             run.optimizer.step()
 
 
-@pytest.mark.parametrize("change", [halve, forget])
+@pytest.mark.parametrize("change", [halve, pytest.param(forget, marks=pytest.mark.slow)])
 def test_what_a_resumed_run_was_given_behind_an_evaluation_is_in_the_plan_of_its_first_step(tmp_path, change):
     """The run kept the plan of the evaluation, which saves nothing, and had one backward in each step."""
     found = []

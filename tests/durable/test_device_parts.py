@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
-from tiered import gpt2, options, step, tokens, two_groups
+from tiered import adamw, options, step, tokens
 
 import gs_compile
 
+MODEL = {"precision": "bf16"}
 
-def trained(folder, last, durability):
+
+def trained(harness, folder, last, durability):
     """What the model has learned by the last step; each run's last step is committed."""
-    model = gpt2()
-    optimizer = gs_compile.AdamW(two_groups(model), lr=1e-2)
     ratios = {"device_parameter": 1.0, "optimizer": 1.0}
-    model.compile(
-        backend="greedysnake",
-        options=options(
-            folder, separate_device=True, alpha=0.0, ratios=ratios, precision="bf16", durability=durability
-        ),
-    )
-    run = gs_compile.resume(model, optimizer, storage=folder)
-    for number in range(run.step, last):
-        step(model, optimizer, tokens(number))
-    optimizer.commit()
-    return run.step, {name: value.clone() for name, value in model.state_dict().items()}
+    given = options(folder, separate_device=True, alpha=0.0, ratios=ratios, durability=durability)
+    with harness.fresh(adamw, given) as optimizer:
+        run = gs_compile.resume(harness.model, optimizer, storage=folder)
+        for number in range(run.step, last):
+            step(harness.model, optimizer, tokens(number))
+        optimizer.commit()
+        return run.step, {name: value.clone() for name, value in harness.model.state_dict().items()}
 
 
 @pytest.mark.parametrize("durability", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_parts_on_the_device_go_on(durability, tmp_path):
-    _, whole = trained(tmp_path / "whole", 6, durability)
-    trained(tmp_path / "broken", 4, durability)
-    gc.collect()
-    start, values = trained(tmp_path / "broken", 6, durability)
+def test_parts_on_the_device_go_on(harness, durability, tmp_path):
+    _, whole = trained(harness, tmp_path / "whole", 6, durability)
+    trained(harness, tmp_path / "broken", 4, durability)
+    start, values = trained(harness, tmp_path / "broken", 6, durability)
     assert start == 4
     assert all(torch.equal(values[name], whole[name]) for name in whole)

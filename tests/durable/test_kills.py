@@ -104,13 +104,20 @@ def kills(numbers, calls, count):
         yield {**kill, "place": numbers.choice([*PLACES])}
 
 
-@pytest.mark.parametrize("place", [pytest.param(each, marks=[pytest.mark.slow] * (each != "mixed")) for each in PLACES])
-def test_a_kill_at_each_point_of_a_commit(server, uninterrupted, tmp_path, place):
+FIRST = {"rename": 0, "sync_folder": 2, "unlink": 1, "open_file": 30, "datasync": 12, "pwritev": 90}
+LATER = [("rename", 1, "before"), ("rename", 1, "after"), ("sync_folder", 3, "before"), ("datasync", 30, "after")]
+EACH = [(name, number, when) for name, number in FIRST.items() for when in WHENS] + [("pwritev", 40, "half"), *LATER]
+# Between the calls of a commit: what a kill leaves of each call itself, test_power_loss.py has.
+SOME = [("pwritev", 40, "half"), ("datasync", 12, "after"), ("rename", 0, "before"), ("rename", 0, "after")]
+SOME += [("unlink", 1, "after"), ("rename", 1, "before")]
+
+
+@pytest.mark.parametrize(
+    ("place", "kinds"), [("mixed", SOME), *(pytest.param(each, EACH, marks=pytest.mark.slow) for each in PLACES)]
+)
+def test_a_kill_at_each_point_of_a_commit(server, uninterrupted, tmp_path, place, kinds):
     """Before and after each kind of call, and within a write; of the commits of new processes and of those after."""
-    first = {"rename": 0, "sync_folder": 2, "unlink": 1, "open_file": 30, "datasync": 12, "pwritev": 90}
-    each = [(name, number, when) for name, number in first.items() for when in WHENS] + [("pwritev", 40, "half")]
-    later = [("rename", 1, "before"), ("rename", 1, "after"), ("sync_folder", 3, "before"), ("datasync", 30, "after")]
-    points = [{"at": each} for each in (*each, *later)]
+    points = [{"at": each} for each in kinds]
     for number in itertools.count():
         killed = chain(server, uninterrupted, [tmp_path / str(number)], points, place=place)
         if not points:

@@ -10,7 +10,7 @@ from learner import distance
 from tiered import Harness, options
 from torch import nn
 from torch.nn import functional
-from zoo import GPT, WIDTH, Block, assert_same_gradients, batch, both_ways, compile_model, gradients, scaled, small
+from zoo import GPT, WIDTH, Feed, assert_same_gradients, batch, both_ways, compile_model, gradients, scaled, small
 
 import gs_compile
 from gs_compile.codegen.compiled import compilations_of
@@ -48,7 +48,7 @@ def padded():
 
 
 def half_of_the_loss(model):
-    ids, labels = batch()
+    ids, labels = batch(4)
     output = model(input_ids=ids, labels=labels)
     (output.loss / 2).backward()
     return output.loss, output.aux_loss
@@ -64,7 +64,7 @@ def masked(model):
 
 
 def its_own_term(model):
-    ids, labels = batch()
+    ids, labels = batch(4)
     output = model(input_ids=ids, labels=labels)
     (output.loss + 3 * output.aux_loss - 0.1 * output.logits.mean()).backward()
     return output.loss, output.aux_loss
@@ -180,7 +180,7 @@ def test_balance_with_several_backwards_a_step(harness, tmp_path, size):
 # Models of one's own ---------------------------------------------------------------------------------------------------
 
 
-class GatedBlock(Block):
+class GatedBlock(Feed):
     """Has a gate, whose logits are for the loss alone."""
 
     def __init__(self):

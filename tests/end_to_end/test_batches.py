@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn import functional
-from zoo import GPT, WIDTH, assert_same_gradients, batch, both_ways, compile_model, gradients, train
+from zoo import GPT, WIDTH, Block, assert_same_gradients, batch, both_ways, compile_model, gradients, train
 
 from gs_compile.capture.inductor import Generator, Sizes
 from gs_compile.codegen import codes, compiled
@@ -102,7 +102,7 @@ def test_one_code_serves_all_lengths(monkeypatch):
     generated = []
     generate = Generator.generate
     monkeypatch.setattr(Generator, "generate", lambda self, graph: generated.append(graph) or generate(self, graph))
-    model, reference = GPT(), GPT()
+    model, reference = GPT(Block), GPT(Block)
     model.compile(backend=greedysnake, options={"micro_batch_size": 2, "expert": {"compiler": "eager"}})
     for tokens, number in [(40, 5), (8, 5), (41, 0), (2, 0), (63, 0)]:
         generated.clear()

@@ -14,6 +14,7 @@ from zoo import (
     TOKENS,
     WIDTH,
     Block,
+    Feed,
     assert_same_gradients,
     batch,
     both_ways,
@@ -57,13 +58,13 @@ class ChangesItsInput(Block):
         return x_BTD
 
 
-class TakesNone(Block):
+class TakesNone(Feed):
     def forward(self, x_BTD, mask=None, scale=None):
         x_BTD = super().forward(x_BTD)
         return x_BTD if mask is None else x_BTD * mask
 
 
-class HasBuffers(Block):
+class HasBuffers(Feed):
     def __init__(self):
         super().__init__()
         self.register_buffer("scale", 1 + torch.rand(WIDTH))  # another in each layer
@@ -92,13 +93,13 @@ def test_blocks(block):
 @pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_shared_block(compiler):
     torch._dynamo.reset()  # what is captured of blocks that share nothing would serve
-    block = Block()
+    block = Feed()
     both_ways(GPT(lambda: block), scaled, compiler=compiler)
 
 
 def test_a_wide_block_is_a_class_of_its_own():
     widths = iter([48, 48, 96, 48])
-    model = GPT(lambda: Block(hidden=next(widths)), num_layers=4)
+    model = GPT(lambda: Feed(hidden=next(widths)), num_layers=4)
     with pytest.warns(
         UserWarning, match=r"of 2 kinds.*layer 2 differs from layer 0 at blocks\.2\.up\.weight: .*96.*48"
     ):
@@ -111,7 +112,7 @@ def test_gradient_checkpointing_is_absorbed():
     model.gradient_checkpointing_enable({"use_reentrant": False})
     reference = copy.deepcopy(model)
     compile_model(model, 2)
-    assert_same_gradients(train(model, *batch())[1], train(reference, *batch())[1])
+    assert_same_gradients(train(model, *batch(4))[1], train(reference, *batch(4))[1])
     assert len(compilations_of[next(model.parameters())]) == 1
 
 

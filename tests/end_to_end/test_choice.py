@@ -127,7 +127,8 @@ def test_too_little_memory_for_clipping_says_what_would_fit_without(harness, sto
     ("separate_device", "clip"),
     [
         (False, None),
-        (True, "speculative"),
+        # its parts: a device in test_device_homes.py, and speculation with the vocabulary below
+        pytest.param(True, "speculative", marks=pytest.mark.slow),
         pytest.param(False, "chosen", marks=pytest.mark.slow),
         pytest.param(True, None, marks=pytest.mark.slow),
         pytest.param(False, "delayed", marks=pytest.mark.slow),
@@ -240,7 +241,7 @@ def test_code_is_timed_once_for_a_machine_in_a_file(harness, storage, budget, tm
     monkeypatch.setattr(timing, "_is_as_fast", lambda *_: True)
     times = []
     for named in (machine, machine, Profile.load(machine)):
-        with harness.fresh(adamw, given(storage, host_memory=budget, machine=named)) as optimizer:
+        with harness.fresh(adamw, given(storage, host_memory=budget, machine=named, alpha=0.0)) as optimizer:
             step(harness.model, optimizer, tokens(0))
         times.append(len(asked))
     assert 0 < times[0] == times[1] < times[2]
@@ -317,7 +318,7 @@ def test_what_a_step_will_take(harness, storage):
 
 def test_a_live_model_is_planned_before_and_after_it_has_left(harness, storage):
     """Its shapes stay when its values have gone: they are all that a plan looks at."""
-    settings = {"machine": MACHINE, "sequence": 8, "micro_batch_size": 2, "num_micro_batches": 3}
+    settings = {"machine": MACHINE, "sequence": 8, "micro_batch_size": 2, "num_micro_batches": 3, "alpha": 0.0}
     before = gs_compile.plan(harness.model, **settings)
     with harness.fresh(adamw, given(storage)) as optimizer:
         step(harness.model, optimizer, tokens(0))

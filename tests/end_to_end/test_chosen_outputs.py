@@ -9,7 +9,7 @@ import torch
 from tiered import options
 from torch import nn
 from torch.nn import functional
-from zoo import VOCAB, WIDTH, Block, batch, compile_model
+from zoo import VOCAB, WIDTH, Feed, batch, compile_model
 
 import gs_compile
 from gs_compile.errors import OptimizerError, OutputGradientError, UncapturedWarning
@@ -24,7 +24,7 @@ class Heads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embedding, self.blocks = nn.Embedding(VOCAB, WIDTH), nn.ModuleList(Block() for _ in range(3))
+        self.embedding, self.blocks = nn.Embedding(VOCAB, WIDTH), nn.ModuleList(Feed() for _ in range(3))
         self.heads = nn.ModuleList(nn.Linear(WIDTH, VOCAB) for _ in range(2))
         self.zero = nn.Parameter(torch.zeros(WIDTH))
 
@@ -100,7 +100,7 @@ def test_each_step_trains_what_a_gradient_comes_to(name, changes, tmp_path):
     torch.testing.assert_close(values["zero"], torch.zeros(WIDTH), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("accumulate", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_durable_run_knows_what_each_parameter_has_missed(accumulate, tmp_path):
     """Fault: such steps were refused."""
     plain = Heads()
@@ -157,7 +157,7 @@ class Counting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.blocks = nn.Embedding(VOCAB, WIDTH), nn.ModuleList(Block() for _ in range(2))
+        self.embedding, self.blocks = nn.Embedding(VOCAB, WIDTH), nn.ModuleList(Feed() for _ in range(2))
 
     def forward(self, ids):
         x = self.embedding(ids)

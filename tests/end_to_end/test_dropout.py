@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from zoo import GPT, WIDTH, Block, accumulate, assert_same_gradients, batch, compile_model, small, train
+from zoo import GPT, WIDTH, Feed, accumulate, assert_same_gradients, batch, compile_model, small, train
 
 from gs_compile.runtime.units import seed_of
 
@@ -86,7 +86,7 @@ def test_recomputation_draws_what_the_forward_drew(compiler, through_logits):
 def test_one_seed_gives_one_result_in_any_order_of_micro_batches():
     def run(seed, **options):
         torch.manual_seed(0)
-        model = compile_model(GPT(lambda: Block(dropout=0.3)), 2, **options)
+        model = compile_model(GPT(lambda: Feed(dropout=0.3)), 2, **options)
         torch.manual_seed(seed)
         return train(model, *batch(4))
 
@@ -99,7 +99,7 @@ def test_one_seed_gives_one_result_in_any_order_of_micro_batches():
 
 
 def test_every_step_draws_anew_and_leaves_the_generator_to_its_user():
-    model = compile_model(GPT(lambda: Block(dropout=0.3)), 2)
+    model = compile_model(GPT(lambda: Feed(dropout=0.3)), 2)
     ids, labels = batch(4)
     torch.manual_seed(SEED)
     loss = model(ids, labels)[1]

@@ -9,7 +9,7 @@ import torch
 from tiered import options
 from torch import nn
 from torch.nn import functional
-from zoo import GPT, VOCAB, WIDTH, Block, batch, compile_model, loss_of
+from zoo import GPT, VOCAB, WIDTH, Feed, batch, compile_model, loss_of
 
 import gs_compile
 
@@ -21,7 +21,7 @@ OURS = {
 }
 
 
-class Choosing(Block):
+class Choosing(Feed):
     """A block that leaves tokens out, by a mask that all blocks share and a score of its own."""
 
     def __init__(self) -> None:
@@ -264,7 +264,7 @@ def test_an_older_state_is_loaded_beside_what_has_no_gradient(tmp_path):
     torch.testing.assert_close(model.state_dict(), values, rtol=0, atol=0)
 
 
-class Empty(Block):
+class Empty(Feed):
     """A block whose last parameter has no elements, and no place of its own in its unit."""
 
     def __init__(self) -> None:
@@ -287,7 +287,7 @@ def test_a_parameter_without_elements(tmp_path):
     torch.testing.assert_close(model.state_dict(), plain.state_dict())
 
 
-class Empties(Block):
+class Empties(Feed):
     """A block whose first parameters have no elements, and the place of the next one."""
 
     def __init__(self) -> None:

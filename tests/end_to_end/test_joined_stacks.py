@@ -193,10 +193,10 @@ class Pictures(nn.Module):
 
 
 def learned(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    images_BCHW = torch.randn(5, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    images_BCHW = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     losses = []
     for number in range(2):
-        loss = model(images_BCHW, tokens(number))
+        loss = model(images_BCHW, tokens(number, 4))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

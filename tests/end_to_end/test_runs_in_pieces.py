@@ -10,7 +10,7 @@ import tiered
 import torch
 from alive import most_allocated
 from tiered import BATCH, adamw, options, sgd, shared, step, tokens
-from zoo import GPT, Block, assert_same_gradients, batch, gradients, train
+from zoo import GPT, Feed, assert_same_gradients, batch, gradients, train
 
 import gs_compile
 from gs_compile.codegen.compiled import compilations_of
@@ -108,7 +108,7 @@ def test_an_evaluation_for_the_loss_alone_makes_no_logits(storage):
     optimizer.engine.tiers.close()
 
 
-class Written(Block):
+class Written(Feed):
     """Writes to parts of its values, as chunks of linear attention do."""
 
     def forward(self, x_BTD):

@@ -82,7 +82,9 @@ def test_batches_of_many_sizes_take_no_more_storage(harness, tmp_path):
             assert sum(Path(name).name.startswith("a") for name in files_in(tmp_path)) == 9
 
 
-@pytest.mark.parametrize(("separate_device", "checkpoint"), [(False, 0.0), (True, 1.0)])
+@pytest.mark.parametrize(
+    ("separate_device", "checkpoint"), [pytest.param(False, 0.0, marks=pytest.mark.slow), (True, 1.0)]
+)
 def test_given_ratios_are_kept_and_what_is_saved_is_planned(
     harness, slow_code, caplog, tmp_path, separate_device, checkpoint
 ):

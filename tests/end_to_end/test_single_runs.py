@@ -19,7 +19,7 @@ pytestmark = WARNINGS
 WIDTH, BATCH = 32, 4
 HALVES = {"vertical": 1, "single": 2}  # layers of a block
 PLACES = [
-    pytest.param({"ratio": 0.0, "separate": True}, id="ssd"),
+    pytest.param({"ratio": 0.0, "separate": True}, id="ssd", marks=pytest.mark.slow),  # test_same_bits.py has it
     pytest.param({"ratio": 0.4, "separate": False}, id="mixed", marks=pytest.mark.slow),
     pytest.param({"ratio": 1.0, "separate": False}, id="host"),
 ]
@@ -120,14 +120,10 @@ def test_hidden_states_and_gradients_from_outside():
         found[schedule] = gradients(compiled)
         assert gs_compile.inspect(compiled).num_layers == 2 * HALVES[schedule]
     assert_same_gradients(found["single"], found["vertical"], 1e-6)
+    names_the_halves(gs_compile.inspect(compiled))
 
 
-def test_inspection_names_the_halves():
-    torch._dynamo.reset()
-    model, (ids, labels) = small("gpt2"), batch()
-    model = on("single", model, 1)
-    train(model, ids, labels)
-    found = gs_compile.inspect(model)
+def names_the_halves(found):
     assert found.headline.startswith("4 half-layers of 2 classes, 1 micro-batch of 5, ")
     assert found.uniformity.splitlines() == [
         "class 0: the attention halves of 2 layers: 0-1",

@@ -35,7 +35,7 @@ PLACES = {
 @pytest.mark.parametrize(
     ("place", "precision"),
     [
-        *((place, "model") for place in PLACES),
+        *(pytest.param(place, "model", marks=[pytest.mark.slow] * (place == "in both")) for place in PLACES),
         *(pytest.param(place, "bf16", marks=[pytest.mark.slow] * (place != "in both")) for place in PLACES),
     ],
 )

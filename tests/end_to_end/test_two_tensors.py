@@ -14,7 +14,7 @@ from zoo import WIDTH, assert_same_gradients, compile_model, gradients
 import gs_compile
 from gs_compile.codegen.compiled import compilations_of
 
-LAYERS, SAMPLES = 4, 5
+LAYERS, SAMPLES = 3, 4
 pytestmark = pytest.mark.filterwarnings("ignore:the model's blocks are of:gs_compile.errors.UniformityWarning")
 
 
@@ -57,7 +57,7 @@ class LooksUpItself(Diffusion):
         return super().__getattr__(name)
 
 
-@pytest.mark.parametrize(("kind", "samples"), [(Diffusion, SAMPLES), (LooksUpItself, SAMPLES), (Diffusion, 1)])
+@pytest.mark.parametrize(("kind", "samples"), [(Diffusion, 5), (LooksUpItself, SAMPLES), (Diffusion, 1)])
 def test_they_are_the_layers(kind, samples):
     model = kind().double()
     plain = copy.deepcopy(model)

@@ -100,7 +100,13 @@ OBSTACLES = {
 }
 
 
-@pytest.mark.parametrize("obstacle", OBSTACLES)
+@pytest.mark.parametrize(  # of two alike one
+    "obstacle",
+    [
+        pytest.param(each, marks=[pytest.mark.slow] * (each in ("no room at all", "a failing drive")))
+        for each in OBSTACLES
+    ],
+)
 def test_a_run_that_cannot_begin_costs_no_values(harness, reference, tmp_path, obstacle):
     hinder, error, message = OBSTACLES[obstacle]
     with harness.fresh(adamw, options(tmp_path)) as optimizer:
@@ -178,7 +184,7 @@ PLACES = {
 }
 
 
-SLOW = ("a read for the forward", "the first update", "a gradient")  # as others are
+SLOW = ("a read for the forward", "a read for an update", "the first update", "a gradient")  # as others are
 
 
 @pytest.mark.parametrize("place", [pytest.param(each, marks=[pytest.mark.slow] * (each in SLOW)) for each in PLACES])

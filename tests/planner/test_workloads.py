@@ -127,7 +127,7 @@ def test_several_micro_batch_sizes_of_one_spec():
 
 
 def test_what_is_frozen_is_placed_but_not_trained():
-    model = zoo.GPT(num_layers=4)
+    model = zoo.GPT(zoo.Block, num_layers=4)
     model.embedding.requires_grad_(False)
     for block in model.blocks:
         block.requires_grad_(False)
