@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.common import table
-from gs_compile.planner.cost.model import GPTS, LLAMAS, named_config
+from gs_compile.planner.cost.model import KNOWN, named_config
 from gs_compile.planner.fit import Fit, fit
 from gs_compile.planner.measure.machines import profile
 from gs_compile.planner.measure.shipped import known
@@ -26,7 +26,8 @@ from gs_compile.planner.summary import rate_text
 
 FOLDER = Path(__file__).resolve().parent / "models"
 SEQUENCE = 2048  # tokens, or as many as a model has positions for
-NAMED = (*LLAMAS, *[name for name in GPTS if name == "gpt-65b"])  # those that `greedysnake fit` knows by name
+# Those that `greedysnake fit` knows by name.
+NAMED = (*(name for name in KNOWN if name.startswith("llama-")), "gpt-65b")
 INTRODUCTION = """\
 # What fits
 

@@ -35,13 +35,14 @@ capture_cheaply()
 lower_once()
 
 
-def _dispatched(mode, *given, cached=FakeTensorMode._cached_dispatch_impl):
-    return cached(mode, *given) if mode.shape_env is None else mode._dispatch_impl(*given)
+def _made(mode, *given, init=FakeTensorMode.__init__, **named):
+    init(mode, *given, **named)
+    mode.cache_enabled &= mode.shape_env is None
 
 
 # What a trace of symbolic sizes has found out of an operation is not kept for a later layer with the same: in models of
 # two layers that takes longer than it saves.
-FakeTensorMode._cached_dispatch_impl = _dispatched
+FakeTensorMode.__init__ = _made
 
 YOUNG = 50_000  # objects that may refer to others, made since the last collection and not gone: that is a capture
 LEFT = 8_000_000  # blocks of memory that wait to be looked at together, dead or alive: that is a search through all there are

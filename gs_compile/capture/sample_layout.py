@@ -82,10 +82,8 @@ def sample_layout(node: fx.Node, num_samples: int) -> SampleLayout:
     read = [each for each in maker.all_input_nodes if has_samples(each)]
     places = [found for each in read if (found := _along(each, num_samples)) is not None]
     source = places[0] if read and len(places) == len(read) else None
-    if _is_part_of_chosen(node, name):
-        return SampleLayout(None, PART)
-    if _picks_others(node, num_samples):
-        return SampleLayout(None, OTHERS)
+    if why := _why_rows_are_others(node, name, num_samples):
+        return SampleLayout(None, why)
     if name == "setitem" and (target := _along(node.args[0], num_samples)) is not None:
         return SampleLayout(None, _cut(node, target, index_along(node, target.dim), num_samples).why)
     if name in CUTTING and maker is node and source is not None:
@@ -182,6 +180,13 @@ def _is_split(node: fx.Node, source: _Along, num_samples: int) -> bool:
     if source.runs is None or {*sizes} == {source.number * num_samples}:
         return False
     return not source.ends(num_samples).issuperset(accumulate(sizes))
+
+
+def _why_rows_are_others(node: fx.Node, name: str, num_samples: int) -> str:
+    """Why an index selects other rows in a micro-batch than in the batch; empty: it does not."""
+    if _is_part_of_chosen(node, name):
+        return PART
+    return OTHERS if _picks_others(node, num_samples) else ""
 
 
 def _is_part_of_chosen(node: fx.Node, name: str) -> bool:

@@ -164,7 +164,8 @@ def plans(monkeypatch):
             workload=workload(),
             profile=profile(),
             schedule=request.schedule,
-            problem=SimpleNamespace(request=request),
+            placement=SimpleNamespace(decision=SimpleNamespace(own=None)),
+            problem=SimpleNamespace(request=request, builder=None),
         )
         plans.append(made)
         return made
