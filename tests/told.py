@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from gs_compile.runtime.trace import Total
+from gs_compile.status import file
 from gs_compile.status.form import FORMAT, About, PastStep, Status, UnderWay
 from gs_compile.status.step import StepInfo
 
@@ -111,3 +113,8 @@ def status(**changes: Any) -> Status:
         free={"/mnt/a": 120 * GIB, "/mnt/b": 400 * GIB},
     )
     return replace(found, **changes)
+
+
+def write(path: Path, told: Status) -> None:
+    """As a run writes its status file."""
+    file.replace(path, file.text_of(told))

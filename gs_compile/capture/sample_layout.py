@@ -49,8 +49,6 @@ REPEATING = frozenset("repeat tile".split())
 APART = (
     WRITING | PICKING | frozenset("getitem setitem embedding to".split())
 )  # these index rows of one tensor by another
-
-
 _WHOLE = (slice(None), slice(None, None, 1), slice(0, None), slice(0, None, 1))
 
 

@@ -204,9 +204,9 @@ def refuse_lost(optimizer: Any) -> None:
         optimizer.given = []
         raise ReleasedParameterError(
             "a tensor of optimizer.state_dict() was changed in place, or another one was assigned there, and the "
-            "optimizer's state was not changed: it lives on "
-            "the tiers, and a state dict has a copy. Pass the state dict to optimizer.load_state_dict(). Values that "
-            "are to differ from the optimizer's are made in a value.clone()"
+            "optimizer's state was not changed: it lives on the tiers, and a state dict has a copy. Pass the state "
+            "dict to optimizer.load_state_dict(). Values that are to differ from the optimizer's are made in a "
+            "value.clone()"
         )
 
 

@@ -39,18 +39,15 @@ TURN_SECONDS = 2.0  # for which a run waits for another one that begins there, b
 # Written --------------------------------------------------------------------------------------------------------------
 
 
-def write(path: Path, status: Status) -> None:
-    """Write a status to a file, atomically; OSError if that fails."""
-    replace(path, text_of(status))
-
-
 def text_of(status: Status) -> str:
     """A status as JSON."""
     return json.dumps(plain(status), separators=(",", ":"), allow_nan=False)
 
 
 def replace(path: Path, text: str) -> None:
-    """Replace the text of a file that only this user can access; a reader sees the old text or the new one."""
+    """Replace the text of a file that only this user can access; a reader sees the old text or the new one. Raises
+    OSError if that fails.
+    """
     beside = path.with_name(NEXT_STATUS if path.name == STATUS else f".{path.name}.next")
     fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     try:

@@ -89,7 +89,7 @@ def in_ascii(text: str) -> str:
 
 
 def test_all_runs_of_a_directory_are_shown_and_a_torn_file_is_said(tmp_path):
-    file.write(tmp_path / "greedysnake-run.json", told.status(state="ended"))
+    told.write(tmp_path / "greedysnake-run.json", told.status(state="ended"))
     (tmp_path / "greedysnake-run-1.json").write_text('{"format": 1')
     found = printed("watch", tmp_path)
     assert "greedysnake-run-1.json is torn" in found.replace("\n", " ")
@@ -100,13 +100,13 @@ def test_all_runs_of_a_directory_are_shown_and_a_torn_file_is_said(tmp_path):
 
 
 def test_no_file_moves_the_cursor(tmp_path):
-    file.write(tmp_path / "greedysnake-run.json", told.status(state="failed", reason="\x1b[2Jgone"))
+    told.write(tmp_path / "greedysnake-run.json", told.status(state="failed", reason="\x1b[2Jgone"))
     assert "\x1b" not in printed("watch", tmp_path)
 
 
 def test_a_live_screen_ends_with_its_run(tmp_path, monkeypatch, capsys):
     path = tmp_path / "greedysnake-run.json"
-    file.write(path, told.status())
+    told.write(path, told.status())
     monkeypatch.setattr(watch.time, "sleep", lambda _: path.unlink())
     watch.watch(tmp_path, print, once=False)
     shown = capsys.readouterr().out
@@ -120,9 +120,9 @@ def test_a_live_screen_ends_with_runs_whose_status_stays(tmp_path, monkeypatch, 
     """Fault: of a durable run, or with the option `status`, it went on for good."""
     first, second = (tmp_path / f"greedysnake-run{end}.json" for end in ("", "-1"))
     for path in (first, second):
-        file.write(path, told.status())
+        told.write(path, told.status())
     ends = iter((first, second))
-    monkeypatch.setattr(watch.time, "sleep", lambda _: file.write(next(ends), told.status(state="ended")))
+    monkeypatch.setattr(watch.time, "sleep", lambda _: told.write(next(ends), told.status(state="ended")))
     watch.watch(tmp_path, print, once=False)
     assert capsys.readouterr().out.count(watch.HOME) == 3
 
@@ -130,7 +130,7 @@ def test_a_live_screen_ends_with_runs_whose_status_stays(tmp_path, monkeypatch, 
 def test_a_live_screen_is_no_longer_than_the_terminal(tmp_path, monkeypatch, capsys):
     """Fault: of two runs the ends were shown, and all the rest was moved up once a second."""
     for end in ("", "-1"):
-        file.write(tmp_path / f"greedysnake-run{end}.json", told.status(state="ended"))
+        told.write(tmp_path / f"greedysnake-run{end}.json", told.status(state="ended"))
     monkeypatch.setattr(watch, "get_terminal_size", lambda: os.terminal_size((80, 24)))
     watch.watch(tmp_path, print, once=False)
     shown = capsys.readouterr().out.partition(watch.HOME)[2].partition(watch.REST)[0]
@@ -144,7 +144,7 @@ def test_a_live_screen_is_no_longer_than_the_terminal(tmp_path, monkeypatch, cap
 def test_a_terminal_of_few_letters(tmp_path):
     """It shows others as "?"; a page has all letters."""
     drives = {"/mnt/漢": 1.0}
-    file.write(tmp_path / "greedysnake-run.json", told.status(about=replace(told.ABOUT, drives=drives)))
+    told.write(tmp_path / "greedysnake-run.json", told.status(about=replace(told.ABOUT, drives=drives)))
     few = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONIOENCODING": "latin-1"}
     script = (
         "import sys, gs_compile.cli.main as cli\n"
@@ -169,11 +169,11 @@ def test_a_terminal_of_few_letters(tmp_path):
 def test_runs_of_this_machine(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert run("watch").stderr.startswith("StatusError: no run of this user is active on this machine")
-    file.write(runs.entry(), told.status())
-    file.write(tmp_path / "greedysnake-run.json", told.status(about=replace(told.ABOUT, pid=2)))
+    told.write(runs.entry(), told.status())
+    told.write(tmp_path / "greedysnake-run.json", told.status(about=replace(told.ABOUT, pid=2)))
     runs.link(linked := runs.entry(), tmp_path / "greedysnake-run.json")
     killed = runs.folder() / f"{file.process_space()}-1-0-1.json"  # init, but not of that start
-    file.write(killed, told.status())
+    told.write(killed, told.status())
     shown = printed("watch")
     assert "pid 1 has run" in shown
     assert f"{tmp_path / 'greedysnake-run.json'}\nrun       pid 2 has run" in shown
@@ -191,9 +191,9 @@ def test_runs_of_containers_that_share_the_folder(tmp_path, monkeypatch, seconds
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     theirs, linked = (runs.folder() / f"7-1-0-{number}.json" for number in range(2))
     about = replace(told.ABOUT, process_space=7)
-    file.write(theirs, told.status(about=about, written=time.time() - seconds))
+    told.write(theirs, told.status(about=about, written=time.time() - seconds))
     runs.link(linked, tmp_path / "only there.json")
-    file.write(runs.entry(), told.status())
+    told.write(runs.entry(), told.status())
     assert len(json.loads(printed("watch", "--json"))) == 1 + shown
     assert (theirs.exists(), linked.is_symlink()) == (stays, True)
 
@@ -206,8 +206,8 @@ def test_a_directory_without_a_run(tmp_path, command):
 
 
 def test_a_report_is_of_the_first_rank(tmp_path):
-    file.write(tmp_path / "greedysnake-run-1.json", told.status(about=replace(told.ABOUT, rank=1), state="ended"))
-    file.write(tmp_path / "greedysnake-run.json", told.status(state="ended", num_steps=7))
+    told.write(tmp_path / "greedysnake-run-1.json", told.status(about=replace(told.ABOUT, rank=1), state="ended"))
+    told.write(tmp_path / "greedysnake-run.json", told.status(state="ended", num_steps=7))
     output = tmp_path / "page.html"
     assert printed("report", tmp_path, "--output", output) == f"report: {output}\n"
     assert "Means of 7 steps" in output.read_text()

@@ -23,7 +23,7 @@ from gs_compile.status.form import FORMAT
 
 def test_a_status_is_read_as_it_was_written(tmp_path):
     path = tmp_path / "status.json"
-    file.write(path, told.status(free={}))
+    told.write(path, told.status(free={}))
     assert file.plain(file.read(path)) == file.plain(told.status(free={}))
     assert math.isnan(file.read(path).history[0].seconds)
     assert file.read(path).last == told.LAST
@@ -32,7 +32,7 @@ def test_a_status_is_read_as_it_was_written(tmp_path):
 
 
 def test_the_file_is_json_of_a_known_format(tmp_path):
-    file.write(path := tmp_path / "status.json", told.status())
+    told.write(path := tmp_path / "status.json", told.status())
     found = json.loads(path.read_text(), parse_constant=pytest.fail)
     assert found["format"] == FORMAT == 1
     assert found["last"]["lanes"]["ssd_read"]["nbytes_by_kind"]["w"] == told.LANES["ssd_read"].nbytes_by_kind["w"]
@@ -48,11 +48,11 @@ def test_a_later_entry_does_not_disturb_a_reader(tmp_path):
 
 def test_a_reader_never_sees_half_a_file(tmp_path):
     path, over, numbers = tmp_path / "status.json", threading.Event(), set()
-    file.write(path, told.status(num_steps=0))
+    told.write(path, told.status(num_steps=0))
 
     def write():
         for number in itertools.count(1):
-            file.write(path, told.status(num_steps=number))
+            told.write(path, told.status(num_steps=number))
             if over.is_set():
                 return
 
@@ -71,16 +71,16 @@ def test_letters_that_are_none_hide_no_error(tmp_path):
     """The page of a run that failed by a file of such a name: writing it raised over the cause."""
     file.replace(path := tmp_path / "page.html", "no file \udcff")
     assert path.read_text() == "no file \\udcff"
-    file.write(path, told.status(state="failed", reason=alarm.in_words(OSError("no file \udcff"))))
+    told.write(path, told.status(state="failed", reason=alarm.in_words(OSError("no file \udcff"))))
     assert file.read(path).reason == "OSError: no file \\udcff"
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "status.json"
-    file.write(path, told.status(num_steps=1))
+    told.write(path, told.status(num_steps=1))
     monkeypatch.setattr(os, "fdopen", lambda fd, *_, **__: (_ for _ in ()).throw(OSError(28, "no space")))
     with pytest.raises(OSError, match="no space"):
-        file.write(path, told.status(num_steps=2))
+        told.write(path, told.status(num_steps=2))
     monkeypatch.undo()
     assert file.read(path).num_steps == 1
     assert list(tmp_path.iterdir()) == [path]
@@ -128,7 +128,7 @@ def test_runs_that_begin_at_once_have_names_of_their_own(tmp_path):
         with file.in_turn(directory):
             path = file.free_name(directory)
             time.sleep(0.002)
-            file.write(path, told.status(about=alive))
+            told.write(path, told.status(about=alive))
         return path
 
     with ThreadPoolExecutor(8) as runs:
@@ -149,8 +149,8 @@ def test_files_are_found_by_rank_and_model(tmp_path):
         file.find(tmp_path / "none")
     for folder in ("greedysnake-run", "greedysnake-run-1.2"):
         (tmp_path / folder).mkdir()
-        file.write(tmp_path / folder / file.STATUS, told.status())
-    file.write(tmp_path / "greedysnake-run-3.json", told.status())
+        told.write(tmp_path / folder / file.STATUS, told.status())
+    told.write(tmp_path / "greedysnake-run-3.json", told.status())
     (tmp_path / "others.json").write_text("{}")
     names = [str(path.relative_to(tmp_path)) for path in file.find(tmp_path)]
     assert names == ["greedysnake-run/.status.json", "greedysnake-run-1.2/.status.json", "greedysnake-run-3.json"]
@@ -164,7 +164,7 @@ def test_a_run_is_alive_as_long_as_its_process_is(tmp_path):
         assert file.is_alive(told.status(about=about))
         assert not file.is_alive(told.status(about=about, state="ended"))
         assert not file.is_alive(told.status(about=replace(about, process_start=1)))  # another process of that pid
-        file.write(tmp_path / "greedysnake-run.json", told.status(about=about))
+        told.write(tmp_path / "greedysnake-run.json", told.status(about=about))
         assert file.free_name(tmp_path).name == "greedysnake-run.2.json"
     finally:
         process.kill()
