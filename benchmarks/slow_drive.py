@@ -39,17 +39,19 @@ def rates_of(arguments: argparse.Namespace) -> tuple[float, float] | None:
 def bounded(figures: Mapping[str, float], limits: tuple[float, float]) -> dict[str, float]:
     """What a drive whose figures are these gives with a limit, by the profile's names.
 
-    A limit that is below a rate is the rate. Transfers beside computation keep the rate that they have there, up to the
-    limit, and take from the computation in proportion to it.
+    A limit that is below a rate is the rate. Transfers beside computation and updates keep the rate that they have
+    there, up to the limit, and take from these in proportion to it.
     """
     found = dict(figures)
     for way, limit in zip(("read", "write"), limits, strict=True):
         rates = {name: rate for name, rate in figures.items() if name.startswith(f"ssd_{way}")}
         found |= {name: min(rate, limit) for name, rate in rates.items()}
-        alone, speed, taken = f"ssd_{way}_bytes_per_second", f"{way}_compute_speed", f"compute_{way}_speed"
-        beside = rates[alone] * figures[speed]
-        found[speed] = min(1.0, beside / found[alone])
-        found[taken] = 1 - (1 - figures[taken]) * min(1.0, limit / beside)
+        alone = f"ssd_{way}_bytes_per_second"
+        for work in ("compute", "update"):
+            speed, taken = f"{way}_{work}_speed", f"{work}_{way}_speed"
+            beside = rates[alone] * figures[speed]
+            found[speed] = min(1.0, beside / found[alone])
+            found[taken] = 1 - (1 - figures[taken]) * min(1.0, limit / beside)
     return found
 
 

@@ -251,12 +251,18 @@ def test_a_slowed_drive_is_as_fast_as_its_limit_where_that_binds():
         "ssd_read_mixed_bytes_per_second": 1.9e8,
         "read_compute_speed": 0.5,  # 400 MB/s
         "compute_read_speed": 0.9,
+        "read_update_speed": 0.25,  # 200 MB/s
+        "update_read_speed": 0.8,
         "ssd_write_bytes_per_second": 9e7,
         "write_compute_speed": 0.5,
         "compute_write_speed": 0.9,
+        "write_update_speed": 0.5,
+        "update_write_speed": 0.9,
     }
     left = {"ssd_read_bytes_per_second": 2e8, "read_compute_speed": 1.0, "compute_read_speed": pytest.approx(0.95)}
+    left["read_update_speed"] = 1.0
     assert bounded(rates, (2e8, 1e8)) == {**rates, **left}
     left |= {"ssd_read_bytes_per_second": 6e8, "read_compute_speed": pytest.approx(2 / 3), "compute_read_speed": 0.9}
+    left["read_update_speed"] = pytest.approx(1 / 3)
     assert bounded(rates, (6e8, 1e8)) == {**rates, **left}
     assert bounded(rates, AS_IT_IS.limits) == pytest.approx(rates)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.slow_drive import AS_IT_IS, SlowDrive, bounded
-from gs_compile.planner.measure.probe import products_on
+from gs_compile.planner.measure.probe import work_of
 from gs_compile.planner.measure.probe_drive import drive_rates
 from gs_compile.planner.measure.profile import Profile
 
@@ -72,8 +72,8 @@ class DriveSpeed:
 
     def sample(self) -> None:
         if self.seconds:
-            with self.slow.as_it_is():
-                figures = drive_rates([self.storage], self.seconds, products_on(torch.device("cpu")))
+            with self.slow.as_it_is(), work_of(torch.device("cpu")) as works:
+                figures = drive_rates([self.storage], self.seconds, works)
             self.samples.append(bounded({name: each.value for name, each in figures.items()}, self.slow.limits))
 
     @property

@@ -22,19 +22,10 @@ from benchmarks.race.protocol import PRESETS, Case
 from benchmarks.race.registry import PEERS_PYTHON
 from benchmarks.slow_drive import AS_IT_IS, SlowDrive, add_drive_argument, bounded, rates_of, slowed
 from gs_compile.planner.measure.machines import probe, profile
-from gs_compile.planner.measure.profile import Profile
+from gs_compile.planner.measure.profile import BESIDE, MIXED, Profile
 
 MOST_STEPS = 8  # of a round
-DRIVE_FIGURES = [
-    name
-    for way in ("read", "write")
-    for name in (
-        f"ssd_{way}_bytes_per_second",
-        f"ssd_{way}_mixed_bytes_per_second",
-        f"{way}_compute_speed",
-        f"compute_{way}_speed",
-    )
-]
+DRIVE_FIGURES = [*BESIDE, *(name for each in MIXED.items() for name in each if name.startswith("ssd"))]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,6 +60,9 @@ def products() -> float:
     return float(torch.mm(torch.ones(64, 64), torch.ones(64, 64))[0, 0])
 
 
+WORKS = {"compute": (None, products)}
+
+
 def test_this_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(probe_drive, "REQUEST_NBYTES", 8 << 20)
     monkeypatch.setattr(probe_module, "NUM_ELEMENTS", 1 << 20)
@@ -93,7 +96,7 @@ def test_the_drive_moves_memory_that_is_pinned_for_the_device(small, tmp_path):
     pinned, device = [], Device(CPU)
     device.has_own_memory = True
     device.pin = lambda address, nbytes: pinned.append(nbytes)
-    drive_rates([tmp_path], 0.1, products, device)
+    drive_rates([tmp_path], 0.1, WORKS, device)
     assert [pinned.count(nbytes) for nbytes in (4096, 1 << 20)] == [1, 2]
 
 
@@ -184,7 +187,7 @@ def test_a_full_machine_still_has_a_byte(tmp_path, monkeypatch):
 def test_what_was_there_stays_and_nothing_else_is_left(tmp_path, small):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("words")
-    found = drive_rates([tmp_path / "mine", tmp_path / "one" / "a", tmp_path / "one" / "b"], 0.1, products)
+    found = drive_rates([tmp_path / "mine", tmp_path / "one" / "a", tmp_path / "one" / "b"], 0.1, WORKS)
     assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["mine", "mine/thesis.txt"]
     rates = {name: figure.value for name, figure in found.items()}
     assert rates["ssd_read_mixed_bytes_per_second"] <= rates["ssd_read_bytes_per_second"]
@@ -200,20 +203,20 @@ def test_a_request_costs_what_its_bytes_do_not(small, tmp_path, monkeypatch, fir
     monkeypatch.setattr(probe_drive, "_read_seconds", lambda store, memory: seconds[memory.nbytes])
     rates = {"ssd_read_bytes_per_second": Figure(float(1 << 30), "given")}
     monkeypatch.setattr(probe_drive, "_lane_rates", lambda *_: rates)
-    found = drive_rates([tmp_path], 0.1, products)
+    found = drive_rates([tmp_path], 0.1, WORKS)
     assert found["request_seconds"].value == pytest.approx(expected, rel=0.03)
 
 
 def test_a_drive_without_room_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(probe_drive, "free_storage", lambda folder: 4096)
     with pytest.raises(StorageFullError, match=r"4\.0 KiB are free: make room or choose another storage="):
-        drive_rates([tmp_path], 0.1, products)
+        drive_rates([tmp_path], 0.1, WORKS)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_small_drive_is_measured_with_small_requests(tmp_path, monkeypatch):
     monkeypatch.setattr(probe_drive, "free_storage", lambda folder: 64 << 20)
-    figures = drive_rates([tmp_path], 0.1, products)
+    figures = drive_rates([tmp_path], 0.1, WORKS)
     assert "requests of 1 MiB" in figures["ssd_read_bytes_per_second"].how
 
 

@@ -152,6 +152,10 @@ def test_speeds_are_those_of_lanes_that_disturb_each_other():
         "compute_write_speed": 0.7,
         "read_compute_speed": 0.8,
         "write_compute_speed": 0.6,
+        "update_read_speed": 0.65,
+        "update_write_speed": 0.55,
+        "read_update_speed": 0.75,
+        "write_update_speed": 0.35,
     }
     assert Profile.of(SERVER | {"compute_mixed_speed": 0.8} | beside).speeds() == {
         ("ssd_read", "ssd_write"): 0.5,
@@ -163,4 +167,8 @@ def test_speeds_are_those_of_lanes_that_disturb_each_other():
         ("compute", "ssd_write"): 0.7,
         ("ssd_read", "compute"): 0.8,
         ("ssd_write", "compute"): 0.6,
+        ("cpu", "ssd_read"): 0.65,
+        ("cpu", "ssd_write"): 0.55,
+        ("ssd_read", "cpu"): 0.75,
+        ("ssd_write", "cpu"): 0.35,
     }

@@ -53,7 +53,7 @@ def share_of(machine: Profile, ranks: int) -> Profile:
     names = ("host", "ssd", "update", *(() if machine.separate else ("memory",)))
     share: dict[str, Any] = {"num_ranks": ranks}
     for name, value in vars(machine).items():
-        if name.startswith(names):
+        if name.startswith(names) and not name.endswith("_speed"):
             share[name] = int(value * part) if name.endswith("_nbytes") else value * part
     if not machine.separate:
         rates = machine.matmul_flops_per_second

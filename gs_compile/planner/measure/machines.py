@@ -29,7 +29,7 @@ from gs_compile.errors import ProfileError
 from gs_compile.machine import DEFAULT_SHARE, available_memory, num_ranks, processor, usable_cores, usable_memory
 from gs_compile.options import Options, default_storage
 from gs_compile.planner.measure.cluster import share_of
-from gs_compile.planner.measure.probe import compute_rates, link_rates, network_rates, products_on
+from gs_compile.planner.measure.probe import compute_rates, link_rates, network_rates, work_of
 from gs_compile.planner.measure.probe_drive import drive_rates, existing, room_nbytes
 from gs_compile.planner.measure.profile import FORMAT, Profile
 from gs_compile.planner.measure.rates import Figure
@@ -42,9 +42,9 @@ log = logging.getLogger(__name__)
 
 CACHE = "machines"  # a folder beside the default storage
 CODE = ".code"  # a file beside a machine's figures, which is removed when these are measured again
-MEASURING = 5  # the version of the probe: the figures of older ones are measured again
-SECONDS = 6.0
-DRIVE_SHARE = 0.5  # of the time of measuring, for drives: their rates vary most
+MEASURING = 6  # the version of the probe: the figures of older ones are measured again
+SECONDS = 7.5
+DRIVE_SHARE = 0.6  # of the time of measuring, for drives: their rates vary most
 LINK_SHARE = 0.1
 DAY = "%Y-%m-%d"
 BUSY_SHARE = 0.5  # of the cores: with this much other work, figures are not the machine's own
@@ -139,8 +139,9 @@ def probe(storage: Sequence[Path], *, seconds: float = SECONDS, device: torch.de
         log.warning("this machine was busy in the last minute (load %.1f): measure it again when it is idle", load)
     room, here = free_nbytes(storage, Where(device)), device_of(device)
     link_share = LINK_SHARE if here.has_own_memory else 0.0
-    figures = drive_rates(storage, seconds * DRIVE_SHARE, products_on(device), here)
-    figures |= compute_rates(device, seconds * (1 - DRIVE_SHARE - link_share))
+    with work_of(device) as works:
+        figures = drive_rates(storage, seconds * DRIVE_SHARE, works, here)
+        figures |= compute_rates(device, works, seconds * (1 - DRIVE_SHARE - link_share))
     figures |= link_rates(device, seconds * link_share) if here.has_own_memory else {}
     rates, sources = _rates_and_sources(figures, load)
     sources |= {name: f"{SHARES[name]:.0%} of what was free on {time.strftime(DAY)}" for name in room}

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 
 import torch
 
-from gs_compile.planner.measure.rates import Figure, Load, Work, at_once, medians, new_lane, own_generator, pair
+from gs_compile.planner.measure.rates import Figure, Load, Placed, Work, at_once, medians, new_lane, own_generator, pair
 from gs_compile.runtime.formats import Types, moment_types, types_of
 from gs_compile.runtime.kernels import ADAMW
 from gs_compile.runtime.lanes import Lane
@@ -42,20 +42,27 @@ FP32 = Types(torch.float32, (torch.float32,) * len(ADAMW.states))
 HYPER = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
-def compute_rates(device: torch.device, seconds: float) -> dict[str, Figure]:
-    """The profile's figures of computation and updates, alone and beside one another."""
-    num_threads = update_threads(beside_compute=not has_own_memory(device))  # as a run has it
+@contextmanager
+def work_of(device: torch.device) -> Iterator[dict[str, Placed]]:
+    """What a run with this device does beside transfers, by its name in a profile: a layer's products, and updates."""
+    with closing(new_lane("cpu", num_threads=_num_threads(device))) as cpu:
+        works: dict[str, Placed] = {"compute": (None, products_on(device)), "update": (cpu, _update(NUM_ELEMENTS))}
+        at_once(dict(works.values()), 0.0)  # the first touch of memory
+        yield works
+
+
+def compute_rates(device: torch.device, works: Mapping[str, Placed], seconds: float) -> dict[str, Figure]:
+    """The profile's figures of computation and updates (`work_of`), alone and beside one another."""
     matmul = _matmul_rates(device, seconds / 2)
-    products, update = products_on(device), _update(NUM_ELEMENTS)
-    with closing(new_lane("cpu", num_threads=num_threads)) as cpu:
-        at_once({None: products, cpu: update}, 0.0)  # the first touch of memory
-        compute, updates, both, copies = medians(
-            [{None: products}, {cpu: update}, {None: products, cpu: update}, {None: _pass(device)}],
-            seconds / 2,
-            NUM_ROUNDS,
-        )
-        (ops,) = medians([{None: _handing_over(cpu)}], 0.0, NUM_ROUNDS)
-    elements = f"{NUM_ELEMENTS >> 20} Mi elements, {num_threads} threads, alone or beside products{ROUNDS}"
+    (_, products), (cpu, update) = works["compute"], works["update"]
+    compute, updates, both, copies = medians(
+        [{None: products}, {cpu: update}, {None: products, cpu: update}, {None: _pass(device)}],
+        seconds / 2,
+        NUM_ROUNDS,
+    )
+    with closing(new_lane("cpu")) as lane:
+        (ops,) = medians([{None: _handing_over(lane)}], 0.0, NUM_ROUNDS)
+    elements = f"{NUM_ELEMENTS >> 20} Mi elements, {_num_threads(device)} threads, alone or beside products{ROUNDS}"
     handed = f"{OP_COST} times one of {NUM_OPS} operations that do nothing, handed to a lane and waited for{ROUNDS}"
     mixed_speed = min(1.0, both[None] / compute[None])
     return {
@@ -131,6 +138,11 @@ def products_on(device: torch.device, dtype: torch.dtype = torch.float32, rows: 
         return 3 * 2 * rows * width * 4 * width
 
     return products
+
+
+def _num_threads(device: torch.device) -> int:
+    """Of the lane of updates, as a run has it."""
+    return update_threads(beside_compute=not has_own_memory(device))
 
 
 def _sizes(device: torch.device) -> tuple[int, int]:

@@ -14,16 +14,16 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from itertools import permutations, product
 from pathlib import Path
 
 import torch
 
 from gs_compile.errors import StorageFullError
 from gs_compile.machine import format_bytes, free_storage
-from gs_compile.planner.measure.rates import Figure, Work, at_once, medians, new_lane, own_generator, pair
-from gs_compile.runtime.lanes import Lane
+from gs_compile.planner.measure.rates import Figure, Placed, Work, at_once, medians, new_lane, own_generator, pair
 from gs_compile.runtime.slab import map_memory
 from gs_compile.runtime.storage import system
 from gs_compile.runtime.storage.folder import TO_BE
@@ -41,12 +41,13 @@ SMALL_NBYTES = 4 << 20  # of a request that is too short for the rate: its block
 
 
 def drive_rates(
-    storage: Sequence[Path], seconds: float, products: Work, device: Device | None = None
+    storage: Sequence[Path], seconds: float, works: Mapping[str, Placed], device: Device | None = None
 ) -> dict[str, Figure]:
     """The profile's figures of the drives together.
 
-    `products` is computation on the thread that asks, whose speed beside transfers is measured too. Memory is mapped as
-    for a run on `device`: huge pages are read into faster than small ones (benchmarks/ssd.py --pages).
+    `works` is what a run does beside transfers, by its name in a profile (`probe.work_of`): how much each slows the
+    other down is measured too. Memory is mapped as for a run on `device`: huge pages are read into faster than small
+    ones (benchmarks/ssd.py --pages).
 
     Takes about `seconds`, longer if one request does. Raises the store's errors: a directory that cannot be written,
     that another run uses, that is full. Leaves nothing behind.
@@ -60,35 +61,41 @@ def drive_rates(
         into, source, page = (map_memory(nbytes, device).random_(generator=generator) for nbytes in sizes)
         read, write = _filled(store, source, seconds / 4)
         first_byte, small = (_read_seconds(store, memory) for memory in (page, into[:SMALL_NBYTES]))
-        works = _requests([each.read for each in read], into), _requests([each.write for each in write], source)
+        transfers = _requests([each.read for each in read], into), _requests([each.write for each in write], source)
         how = f"requests of {request_nbytes >> 20} MiB, up to {NUM_ROUNDS} rounds"
-        figures = _lane_rates(works, products, seconds - (time.perf_counter() - begin), how)
+        figures = _lane_rates(transfers, works, seconds - (time.perf_counter() - begin), how)
         at_rate = min(SMALL_NBYTES, request_nbytes) / figures["ssd_read_bytes_per_second"].value
     how = f"{NUM_LATENCIES} reads of {SMALL_NBYTES >> 20} MiB, less their bytes at the lane's rate, or of {PAGE} bytes"
     return figures | {"request_seconds": Figure(max(first_byte, small - at_rate), how)}
 
 
-def _lane_rates(works: tuple[Work, Work], products: Work, seconds: float, how: str) -> dict[str, Figure]:
-    """Reads and writes: each alone, beside each other, and beside `products`.
+def _lane_rates(
+    transfers: tuple[Work, Work], works: Mapping[str, Placed], seconds: float, how: str
+) -> dict[str, Figure]:
+    """Reads and writes: each alone, beside each other, and beside each of `works`.
 
-    Products alone are timed after reads: after writes, a virtual machine's host may still work on these for some time.
+    These are timed alone after reads: after writes, a virtual machine's host may still work on these for some time.
     """
     with closing(new_lane("ssd_read")) as reader, closing(new_lane("ssd_write")) as writer:
-        by_lane: dict[Lane | None, Work] = {reader: works[0], writer: works[1], None: products}
-        sets = ([writer], [reader, writer], [None, writer], [reader], [None], [None, reader])
-        loads = [{lane: by_lane[lane] for lane in lanes} for lanes in sets]
-        at_once({None: products}, seconds / 10)  # the first ones are slow
-        alone_write, mixed, beside_write, alone_read, alone, beside_read = medians(loads, seconds * 0.9, NUM_ROUNDS)
-    beside = {
-        "compute_read_speed": (beside_read[None], alone[None], "fp32 products beside reads and alone"),
-        "compute_write_speed": (beside_write[None], alone[None], "fp32 products beside writes and alone"),
-        "read_compute_speed": (beside_read[reader], alone_read[reader], "reads beside fp32 products and alone"),
-        "write_compute_speed": (beside_write[writer], alone_write[writer], "writes beside fp32 products and alone"),
+        placed = {"read": (reader, transfers[0]), "write": (writer, transfers[1]), **works}
+        sets = [{"write"}, {"read", "write"}, *({each, "write"} for each in works)]
+        sets += [{"read"}, *({each} for each in works), *({each, "read"} for each in works)]
+        at_once(dict(works.values()), seconds / 10)  # the first ones are slow
+        found = medians([dict(placed[name] for name in names) for names in sets], seconds * 0.9, NUM_ROUNDS)
+    rates = {
+        (name, *(names - {name})): rate[placed[name][0]]
+        for names, rate in zip(sets, found, strict=True)
+        for name in names
+    }
+    speeds = {
+        f"{name}_{other}_speed": Figure(min(1.0, rates[name, other] / rates[name,]), f"{name} beside {other} and alone")
+        for pair_of in product(works, ("read", "write"))
+        for name, other in permutations(pair_of)
     }
     return {
-        **pair("ssd_read_bytes_per_second", alone_read[reader], mixed[reader], how),
-        **pair("ssd_write_bytes_per_second", alone_write[writer], mixed[writer], how),
-        **{name: Figure(min(1.0, rate / by_itself), how) for name, (rate, by_itself, how) in beside.items()},
+        **pair("ssd_read_bytes_per_second", rates["read",], rates["read", "write"], how),
+        **pair("ssd_write_bytes_per_second", rates["write",], rates["write", "read"], how),
+        **speeds,
     }
 
 

@@ -16,7 +16,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from itertools import permutations
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,7 +38,9 @@ class Profile:
     update_elements_per_second: of AdamW in fp32, alone and beside computation (`mixed`).
     compute_mixed_speed: factor of the computation's speed while the optimizer runs; 1.0 if they do not interfere.
     compute_read_speed, compute_write_speed: the same while SSDs are read, or written; on a CPU, transfers need a core.
-    read_compute_speed, write_compute_speed: factors of these transfers' speeds while the device computes.
+    update_read_speed, update_write_speed: the same of updates.
+    read_compute_speed, write_compute_speed, read_update_speed, write_update_speed: factors of these transfers' speeds
+        while the device computes, or while updates run.
     memory_bytes_per_second: of a pass over the memory of the device, by the device.
     op_seconds: the cost of issuing one operation.
     request_seconds: of a request to the SSD, beyond its bytes at the lane's rate.
@@ -68,8 +70,12 @@ class Profile:
     compute_mixed_speed: float = 1.0
     compute_read_speed: float = 1.0
     compute_write_speed: float = 1.0
+    update_read_speed: float = 1.0
+    update_write_speed: float = 1.0
     read_compute_speed: float = 1.0
     write_compute_speed: float = 1.0
+    read_update_speed: float = 1.0
+    write_update_speed: float = 1.0
     op_seconds: float = 0.0
     request_seconds: float = 0.0
     net_bytes_per_second: float = math.inf
@@ -115,9 +121,7 @@ class Profile:
             speeds[lane, other] = 1.0 if math.isinf(mixed) else mixed / alone
         speeds["cpu", "compute"] = self.update_mixed_elements_per_second / self.update_elements_per_second
         speeds["compute", "cpu"] = self.compute_mixed_speed
-        for transfer in ("read", "write"):
-            speeds["compute", f"ssd_{transfer}"] = getattr(self, f"compute_{transfer}_speed")
-            speeds[f"ssd_{transfer}", "compute"] = getattr(self, f"{transfer}_compute_speed")
+        speeds |= {lanes: getattr(self, name) for name, lanes in BESIDE.items()}
         if not self.separate:  # a copy takes bandwidth and a core from the computation
             speeds["compute", "d2h"] = speeds["d2h", "compute"] = 0.5
         return {pair: speed for pair, speed in speeds.items() if speed < 1}
@@ -179,6 +183,14 @@ class Profile:
 MIXED = {
     f"{lane}_bytes_per_second": f"{lane}_mixed_bytes_per_second" for lane in ("ssd_read", "ssd_write", "h2d", "d2h")
 } | {"update_elements_per_second": "update_mixed_elements_per_second"}
+
+LANES = {"compute": "compute", "update": "cpu", "read": "ssd_read", "write": "ssd_write"}  # by their names in entries
+# The entries for work of a processor and transfers at once, by both lanes: the first one's speed beside the second.
+BESIDE = {
+    f"{name}_{other}_speed": (LANES[name], LANES[other])
+    for both in product(("compute", "update"), ("read", "write"))
+    for name, other in permutations(both)
+}
 
 
 def _is_possible(name: str, value: Any) -> bool:

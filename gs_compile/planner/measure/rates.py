@@ -22,6 +22,7 @@ from gs_compile.runtime.trace import Trace
 Work: TypeAlias = Callable[[], float]
 Load: TypeAlias = Mapping[Lane | None, Work]  # work that runs in parallel
 Rates: TypeAlias = dict[Lane | None, float]  # amounts a second
+Placed: TypeAlias = tuple[Lane | None, Work]
 
 OVERRUN_SECONDS = 0.5
 
