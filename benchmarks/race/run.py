@@ -33,7 +33,6 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}  # of losses against plain PyTorch's, r
 DRIFT = 10.0  # times as much for the steps that are timed: rounding grows as training goes on
 START_SECONDS = 1800.0  # a start may build operators in C++
 STEP_SECONDS = 1800.0
-PREDICTIONS, AT_ONCE = 4, 2  # of a step of ours, so many behind a turn
 PREDICT_SECONDS = 60.0  # that one may take, which times the code anew
 CLOSE = 1.1  # times the fastest of its rivals: more rounds tell who is faster
 HEADROOM = 1.25  # memory that has to be free for the next start, in peaks of the largest so far
@@ -219,21 +218,21 @@ class Run:
         if start and found and stop:
             timing.add(found, start, stop, (before, self.speed.sample()))
             print(f"  {runner.entry.name}: {found['seconds'] / count:.3g} s a step", flush=True)
-            if runner.entry.is_ours and len(timing.predicted) < PREDICTIONS:
+            if runner.entry.is_ours:
                 self._predict(runner, runners, timing)
 
     def _predict(self, runner: Runner, runners: list[Runner], timing: Timing) -> None:
         """What the simulator says of its step, with the drive's rates so far and its code timed right behind its turn.
 
-        The speed of a shared machine changes from minute to minute: a prediction is for the minute it was made in.
+        The speed of a shared machine changes from minute to minute: a prediction is for the turn before it, so there is
+        one of each.
         """
         if self.settings.machine is None:
             return
         path = self.drive.storage.with_name("machine.json")
         replace(Profile.load(self.settings.machine), **self.drive.median).save(path)
-        for _ in range(AT_ONCE):
-            if self.settings.left > PREDICT_SECONDS and (found := self._ask(runner, runners, f"predict {path}")):
-                timing.predicted.append(found["predict"])
+        if self.settings.left > PREDICT_SECONDS and (found := self._ask(runner, runners, f"predict {path}")):
+            timing.predicted.append(found["predict"])
         self._ask(runner, runners, "reset_peak")  # what timing the code takes is not the step's
 
     def _ask(self, runner: Runner, runners: list[Runner], question: str) -> dict[str, Any] | None:
