@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.common import save
-from benchmarks.race import draw, measures, tables
+from benchmarks.race import draw, measures, ours, tables
 from benchmarks.race.measures import add_bounds
 from benchmarks.race.ours import GreedySnake
 from benchmarks.race.protocol import Case, _serve
@@ -104,6 +104,17 @@ def test_a_step_is_raced_once(run):
     assert again._same_step(described) == OURS
     assert again._same_step({**described, "program": "another"}) is None
     assert again._same_step(None) is None  # plain PyTorch has no step program
+
+
+def test_one_program_by_two_compilers_is_two_steps(monkeypatch):
+    """Fault: with both compilers in a race, one of them was not measured."""
+    monkeypatch.setattr(ours.gs_compile, "inspect", lambda model: SimpleNamespace(programs=["x"], tiers=""))
+    found = set()
+    for settings in ({}, {"compiler": "eager"}, {"compiler": "inductor"}):
+        contestant = object.__new__(GreedySnake)
+        contestant.model, contestant.settings = None, settings
+        found.add(contestant._describe(0.0)["program"])
+    assert len(found) == 2
 
 
 def test_its_table_and_figures(run, machine, tmp_path, monkeypatch):

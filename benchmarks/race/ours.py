@@ -140,7 +140,10 @@ class GreedySnake(Contestant):
 
     def _describe(self, alpha: float) -> dict[str, Any]:
         inspection = gs_compile.inspect(self.model)
-        program = hashlib.sha256(str(inspection.programs[-1]).encode()).hexdigest()
+        compiler = self.settings.get(
+            "compiler", DEFAULTS["compiler"]
+        )  # one program's layers run as other code by another
+        program = hashlib.sha256(f"{compiler}\n{inspection.programs[-1]}".encode()).hexdigest()
         return {"describe": inspection.tiers, "alpha": alpha, "program": program}
 
     def _predict(self, engine: Any, machine: str | None = None) -> dict[str, Any]:
