@@ -142,7 +142,7 @@ class GreedySnake(Contestant):
         inspection = gs_compile.inspect(self.model)
         compiler = self.settings.get(
             "compiler", DEFAULTS["compiler"]
-        )  # one program's layers run as other code by another
+        )  # of the program's code
         program = hashlib.sha256(f"{compiler}\n{inspection.programs[-1]}".encode()).hexdigest()
         return {"describe": inspection.tiers, "alpha": alpha, "program": program}
 
