@@ -141,3 +141,15 @@ class GreedySnake(Contestant):
     def _describe(self, alpha: float) -> dict[str, Any]:
         inspection = gs_compile.inspect(self.model)
         compiler = {**DEFAULTS, **self.settings}["compiler"]  # of the program's code
+        program = hashlib.sha256(f"{compiler}\n{inspection.programs[-1]}".encode()).hexdigest()
+        return {"describe": inspection.tiers, "alpha": alpha, "program": program}
+
+    def _predict(self, engine: Any, machine: str | None = None) -> dict[str, Any]:
+        """With the layers' code timed now, and a profile of now: a shared machine changes from minute to minute."""
+        engine.planning.planner.measure_again(None if machine is None else Profile.load(Path(machine)))
+        simulation = engine.planning.predict(*engine.latest)
+        return {"predict": simulation.seconds, "busy": dict(simulation.busy), "bubbles": dict(simulation.bubbles)}
+
+
+if __name__ == "__main__":
+    main(GreedySnake)
