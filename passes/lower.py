@@ -73,34 +73,10 @@ def passes(step: StepSpec) -> tuple[Pass, ...]:
 def lower(step: StepSpec, *, computations: Program | None = None, verified: bool = True) -> list[Program]:
     """Every snapshot from the schedule's pass to the program that runs, which is the last; `made_by` names each.
 
-    computations: the result of `scheduled`, where that is known. verified: False for candidates that will not run.
+    computations: the result of `scheduled`, where that is known. verified: each that has operations is checked; False
+        for candidates that will not run.
     """
-    return _snapshots(computations or scheduled(step), step, verified=verified)
-
-
-def scheduled(step: StepSpec) -> Program:
-    """The computations of a step in the order of its schedule: the same wherever its data is stored."""
-    return step.order.build(step.num_layers, step.num_micro_batches, shape=step.shape)
-
-
-def before_own_pass(step: StepSpec) -> Program:
-    """The program that the schedule's own pass rewrites, not verified: it will not run."""
-    assert step.placement is not None
-    assert step.order.own_pass is not None, "the schedule has no pass of its own"
-    snapshots = lower(step, verified=False)
-    return next(each for each in snapshots if each.made_by == "pipeline")  # which comes before the own pass
-
-
-def flush(placement: Placement, context: StepContext = ALL_LATE) -> list[Program]:
-    """The late updates alone, which bring all parameters up to date between two steps, and commit them if asked."""
-    num_layers, shape = placement.layout.num_layers, StepShape(training=False)
-    nothing = Program((), num_layers, 1, made_by="vertical")
-    step = StepSpec(num_layers, 1, shape=shape, placement=placement, snake=False, context=context)
-    return _snapshots(nothing, step, verified=True)
-
-
-def _snapshots(program: Program, step: StepSpec, *, verified: bool) -> list[Program]:
-    """`program` and the result of each pass; those that have operations are verified."""
+    program = computations or scheduled(step)
     snapshots = [program]
     snapshots += [program := rewrite(program) for rewrite in passes(step)]
     known: Known = {}
@@ -109,3 +85,16 @@ def _snapshots(program: Program, step: StepSpec, *, verified: bool) -> list[Prog
         if snapshot.ops:
             verify(snapshot, step.placement, expected, known=known)
     return snapshots
+
+
+def scheduled(step: StepSpec) -> Program:
+    """The computations of a step in the order of its schedule: the same wherever its data is stored."""
+    return step.order.build(step.num_layers, step.num_micro_batches, shape=step.shape)
+
+
+def flush(placement: Placement, context: StepContext = ALL_LATE) -> list[Program]:
+    """The late updates alone, which bring all parameters up to date between two steps, and commit them if asked."""
+    num_layers, shape = placement.layout.num_layers, StepShape(training=False)
+    nothing = Program((), num_layers, 1, made_by="vertical")
+    step = StepSpec(num_layers, 1, shape=shape, placement=placement, snake=False, context=context)
+    return lower(step, computations=nothing)

@@ -11,7 +11,7 @@ from typing import Any
 
 from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.passes.baselines.spec import Variants
-from gs_compile.passes.lower import before_own_pass
+from gs_compile.passes.lower import lower
 from gs_compile.placement.placement import Placement, StepContext
 from gs_compile.planner import summary
 from gs_compile.planner.builder import StepBuilder
@@ -79,5 +79,6 @@ def _variants(placement: Placement) -> Variants:
 
 
 def _program(placement: Placement, builder: StepBuilder) -> Program:
-    """A step, as the schedule's own pass gets it."""
-    return before_own_pass(builder.step(placement, StepContext(late=placement.has_late)))
+    """A step, as the schedule's own pass gets it: after `pipeline`."""
+    snapshots = lower(builder.step(placement, StepContext(late=placement.has_late)), verified=False)
+    return next(each for each in snapshots if each.made_by == "pipeline")

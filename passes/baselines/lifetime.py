@@ -19,13 +19,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gs_compile.machine import format_bytes
-from gs_compile.passes.baselines.spec import Outcome
 from gs_compile.passes.free import with_frees
 from gs_compile.placement.liveness import LiveRange, live_ranges, nbytes_alive
 from gs_compile.placement.placement import Placement
@@ -35,7 +34,6 @@ BACKWARD = 3.0  # the time of a backward, in forwards: one for the recomputation
 STAYING = frozenset({"w", "x", "dw"})  # kinds that may stay; optimizer states are stored after each update
 MOVES = frozenset({"prefetch", "offload", "alias", "gather"})  # of no use if nobody reads their results
 ENDLESS = 1 << 60  # bytes, where no budget is known
-SPARE_PARTS = (0.25, 0.5)  # the parts of host memory that the planner's ratios may leave to what is inactive
 INACTIVE = {"w": "between two uses", "x": "from forward to backward", "dw": "between two micro-batches"}
 NEXT = {"device": "host", "host": "SSD"}  # where a tensor goes that does not stay
 
@@ -231,12 +229,26 @@ def _is_copied_for_ssd(op: Op, placement: Placement) -> bool:
 # What the planner asks ------------------------------------------------------------------------------------------------
 
 
+class Outcome(Protocol):
+    """What a simulation says of a step."""
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def moved_nbytes(self) -> int: ...
+
+
 class Rooms:
-    """The variants of this schedule (`spec.Variants`): each has a room."""
+    """The variants of this schedule: each has a room, which its pass follows.
+
+    unbounded: the room that no budget bounds. Where it changes nothing, there are no variants, and `none` says so.
+    spare_parts: of host memory, what other homes may leave to variants.
+    """
 
     unbounded = EVERYTHING
     none = "nothing is moved away and back within a step: there is nothing to keep"
-    spare_parts = SPARE_PARTS
+    spare_parts = (0.25, 0.5)
 
     def within(self, *, device_nbytes: int | None, host_nbytes: int, bytes_per_second: Mapping[str, float]) -> Room:
         """What budgets leave; device_nbytes: None where nothing on the device is counted."""
@@ -261,7 +273,9 @@ class Rooms:
     def table(
         self, program: Program, placement: Placement
     ) -> tuple[Sequence[str], Sequence[Sequence[str]], Sequence[str]]:
-        """The periods in which tensors are inactive, by kind, and what becomes of them."""
+        """Headings, rows, and the headings of numbers: the periods in which tensors are inactive, by kind, and what
+        becomes of them in `program`, which this schedule's pass gets.
+        """
         headings = ("", "on", "inactive", "times", "bytes", "stay", "bytes that stay", "others go to")
         _, periods = decided_periods(program, placement, late=placement.has_late)
         return headings, list(_rows(periods)), ("times", "bytes", "stay", "bytes that stay")
