@@ -1,4 +1,4 @@
-"""plan: plans and profiles for the command line, and the progress that is shown while they are made."""
+"""plan: profiles for the command line, and the progress that is shown while something is measured or planned."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from gs_compile.machine import format_bytes
 from gs_compile.planner.summary import table
 
 if TYPE_CHECKING:
-    from gs_compile.planner.fit import Fit
     from gs_compile.planner.measure.profile import Profile
-    from gs_compile.planner.request import Request
-    from gs_compile.planner.step_plan import StepPlan
 
 QUIET_SECONDS = 1.0  # what takes less needs no progress
 UNITS = (  # of a field, by the end of its name; the first one that fits counts
@@ -27,30 +24,6 @@ UNITS = (  # of a field, by the end of its name; the first one that fits counts
     ("elements_per_second", 1e9, "billion/s"),
     ("_seconds", 1e-6, "µs"),
 )
-
-
-def make_plan(model: str, request: Request) -> StepPlan:
-    """The plan of a request; raises the errors of `planner.plan.plan`."""
-    with busy(f"planning {model}"):
-        from gs_compile.planner.plan import planner_of
-
-        return planner_of(model, request, keeps=True).plan()
-
-
-def find_fits(model: str, request: Request, *, longest: bool) -> list[Fit]:
-    """What fits, for a request; raises the errors of `planner.fit.fit`."""
-    with busy(f"planning {model}"):
-        from gs_compile.planner.fit import fit
-
-        return fit(model, request, longest=longest, keeps=True)
-
-
-def find_longest(model: str, request: Request) -> int:
-    """The longest sequence of which a sample fits; there must be a plan for the request's own."""
-    with busy(f"looking for the longest sequence of {model}"):
-        from gs_compile.planner.fit import longest_sequence
-
-        return longest_sequence(model, request, keeps=True)
 
 
 @contextmanager
