@@ -112,6 +112,11 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
     return {**parameters, **dict(zip(parameters, node.args, strict=False)), **node.kwargs}
 
 
+def argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
+    """An argument that is passed by its place or by its name."""
+    return [*node.args[place : place + 1], node.kwargs.get(name, default)][0]
+
+
 def named(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a library's operator by the names in its schema, with defaults."""
     schema = operator._schema.arguments
@@ -174,10 +179,14 @@ def computes_with_sizes(node: fx.Node, name: str) -> bool:
     """Whether an operation computes with a number that values decide, such as how many tokens an expert gets; others
     take it as a shape.
     """
+    numbers, filling = ((each, each.meta.get("number")) for each in node.all_input_nodes), filled_with(node, name)
+    return any(kind is float or (kind is int and (computes(name) or each is filling)) for each, kind in numbers)
+
+
+def filled_with(node: fx.Node, name: str) -> Any:
+    """The value that an operation fills a new tensor with; None: it fills none with one that it is given."""
     place = {"full": 1, "new_full": 2}.get(name)
-    filling = [node.kwargs.get("fill_value"), *node.args[place : place + 1]] if place else []
-    numbers = ((each, each.meta.get("number")) for each in node.all_input_nodes)
-    return any(kind is float or (kind is int and (computes(name) or each in filling)) for each, kind in numbers)
+    return argument(node, place, "fill_value") if place else None
 
 
 def is_sized(node: fx.Node) -> bool:

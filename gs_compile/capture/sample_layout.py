@@ -27,6 +27,7 @@ from gs_compile.capture.operations import (
     PICKING,
     REGROUPING,
     WRITING,
+    argument,
     has_samples,
     maker_of,
     operation,
@@ -152,7 +153,7 @@ def _restrided(node: fx.Node, own: _Along, before: TensorSpec, source: _Along) -
     what is read of it must end before the next begins.
     """
     after: TensorSpec = node.meta["spec"]
-    offset: Any = node.kwargs.get("storage_offset", node.args[3] if len(node.args) > 3 else 0)
+    offset = argument(node, 3, "storage_offset", 0)
     others = [
         (size, step) for dim, (size, step) in enumerate(zip(after.shape, after.stride, strict=True)) if dim != own.dim
     ]
@@ -275,8 +276,8 @@ def index_along(node: fx.Node, dim: int) -> Any:
     target: Any = node.args[0]
     index: Any = node.args[1]
     if operation(node) == "narrow":
-        given: list[Any] = [*node.args[2:], *(node.kwargs[key] for key in ("start", "length") if key in node.kwargs)]
-        return slice(given[0], given[0] + given[1])
+        start = argument(node, 2, "start")
+        return slice(start, start + argument(node, 3, "length"))
     parts: Any = tuple(index) if isinstance(index, tuple) or operation(node) == "index_put" else (index,)
     at_end = len(target.meta["spec"].shape) - 1 - dim
     ahead = parts.index(...) if ... in parts else len(parts)

@@ -27,6 +27,7 @@ from gs_compile.capture.operations import (
     PICKING,
     REGROUPING,
     SHAPING,
+    argument,
     arguments_of,
     computes,
     computes_with_sizes,
@@ -351,7 +352,7 @@ def _dimensions(node: fx.Node, name: str, spec: TensorSpec) -> tuple[int, ...]:
     if node.target is functional.multi_head_attention_forward:  # batch_first modules transpose before
         return (0,)
     if name in LAST_DIMENSIONS:
-        shape = node.kwargs.get("normalized_shape", node.args[1] if len(node.args) > 1 else ())
+        shape = argument(node, 1, "normalized_shape", ())
         return tuple(range(-len(shape), 0)) if isinstance(shape, (tuple, list)) else ()
     if found := _neighbours(node, name, rank):
         return found
@@ -379,12 +380,12 @@ def _are_samples(spec: TensorSpec, dims: tuple[int, ...]) -> bool:
 def _neighbours(node: fx.Node, name: str, rank: int) -> tuple[int, ...]:
     """The dimensions along which entries are read or normalised together, such as an image's and its channels'."""
     if name in ("pad", "constant_pad_nd"):
-        pad: Any = node.kwargs.get("pad", node.args[1] if len(node.args) > 1 else ())
+        pad = argument(node, 1, "pad", ())
         return tuple(-1 - index // 2 for index, number in enumerate(pad) if number)
     if name in OF_IMAGES and node.op == "call_function":  # a tensor's `unfold` is another
         return tuple(range(OF_IMAGES[name], rank))
     if (found := re.search(r"(conv|pool)\w*?(\d)d", name)) is None:
         return ()
-    groups = node.kwargs.get("groups", node.args[6] if len(node.args) > 6 else 1)
+    groups = argument(node, 6, "groups", 1)
     are_apart = found[1] == "pool" or groups in node.meta.get("batch_numbers", ())  # channels
     return tuple(range(-int(found[2]) - (not are_apart), 0))

@@ -24,7 +24,7 @@ from gs_compile.capture.exchange import ends_exchange
 from gs_compile.capture.graph import Captured, Length, Source, TensorSpec, at_line, graph_module, origin
 from gs_compile.capture.in_place import change_copies, mutated
 from gs_compile.capture.internals import tree_leaves
-from gs_compile.capture.operations import CHOOSING, operation
+from gs_compile.capture.operations import CHOOSING, argument, filled_with, operation
 from gs_compile.capture.sample_layout import sample_layout
 from gs_compile.errors import GROUPED, CaptureError
 
@@ -236,10 +236,8 @@ class _Copy:
 
     def _is_filled_with_batch(self, node: fx.Node) -> bool:
         """Whether the value that a tensor is filled with, and not just its shape, depends on the batch size."""
-        place = {"full": 1, "new_full": 2}.get(operation(node))
-        filling = [node.kwargs.get("fill_value"), *node.args[place : place + 1]] if place else []
-        sizes = (self.fold.size(each.meta.get("example_value")) for each in filling if isinstance(each, fx.Node))
-        return any(size.is_of_batch for size in sizes)
+        filling = filled_with(node, operation(node))
+        return isinstance(filling, fx.Node) and self.fold.size(filling.meta.get("example_value")).is_of_batch
 
     def _body(self, module: fx.GraphModule) -> fx.GraphModule:
         """The graph inside an operation of the model, only to be inspected."""
@@ -300,7 +298,7 @@ def _is_tracked(value: torch.Tensor) -> bool:
 def _of_one(squeeze: fx.Node) -> tuple[int, ...]:
     """The dimensions that a squeeze removes: not the samples', even if a micro-batch has one sample."""
     shape = squeeze.all_input_nodes[0].meta["example_value"].shape
-    given: Any = squeeze.kwargs.get("dim", squeeze.args[1] if len(squeeze.args) > 1 else range(len(shape)))
+    given = argument(squeeze, 1, "dim", range(len(shape)))
     dims = (given,) if isinstance(given, int) else given
     return tuple(dim for dim in dims if shape and not isinstance(shape[dim], torch.SymInt) and shape[dim] == 1)
 
