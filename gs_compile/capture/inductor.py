@@ -34,7 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from gs_compile.capture import toolchain
 from gs_compile.capture.draws import draw, drawing
-from gs_compile.capture.graph import Length, TensorSpec, graph_module
+from gs_compile.capture.graph import Length, TensorSpec, graph_module, hint, tensors_in
 from gs_compile.capture.graph_breaks import user_line
 from gs_compile.capture.operations import named
 from gs_compile.errors import GraphBreakError, OptionError
@@ -67,30 +67,25 @@ class Generator:
         `function` may call autograd, which would run the backward of GPU tensors in a thread of its own, where nothing
         is traced.
         """
-        with torch.inference_mode(False):  # whatever the caller's mode; it also enables multithreading of autograd
-            return self._traced(function, specs, sizes or Sizes({}), is_sized)
-
-    def _traced(
-        self, function: Callable[..., Any], specs: Iterable[TensorSpec], sizes: Sizes, is_sized: bool
-    ) -> fx.GraphModule:
-        one_thread = torch.autograd.set_multithreading_enabled(False)
+        sizes = sizes or Sizes({})
         mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes.env)
-        is_symbolic = bool(sizes.symbols) or not is_sized
-        in_python = enable_python_dispatcher() if is_symbolic else nullcontext()  # C++ would need numbers
-        unwritten = _use_lazy_graph_module(True)  # see `graph_module`
 
         def run(*given: Any) -> Any:
             _symbolic_trace._is_fx_tracing_flag = False  # a global: it would make compiled models fail in other threads
             return function(*given)
 
-        with mode, in_python, one_thread, torch.enable_grad(), torch._C._DisableAutocast(), unwritten:
+        with (
+            torch.inference_mode(False),  # whatever the caller's mode; it also enables multithreading of autograd
+            torch.autograd.set_multithreading_enabled(False),
+            mode,
+            enable_python_dispatcher() if sizes.symbols or not is_sized else nullcontext(),  # C++ would need numbers
+            torch.enable_grad(),
+            torch._C._DisableAutocast(),
+            _use_lazy_graph_module(True),  # see `graph_module`
+        ):
             inputs = [
                 torch.empty_strided(
-                    sizes.symbolic(s.shape),
-                    sizes.symbolic(s.stride),
-                    dtype=s.dtype,
-                    device=s.device,
-                    requires_grad=s.requires_grad,
+                    *sizes.symbolic((s.shape, s.stride)), dtype=s.dtype, device=s.device, requires_grad=s.requires_grad
                 )
                 for s in specs
             ]
@@ -280,6 +275,12 @@ def memory_of(node: fx.Node) -> StorageWeakRef | None:
     """A key for the memory of a node's tensor in an ATen graph; None: the node makes no tensor."""
     value = node.meta.get("val")
     return StorageWeakRef(value.untyped_storage()) if isinstance(value, torch.Tensor) else None
+
+
+def memories_of(node: fx.Node) -> dict[StorageWeakRef, int]:
+    """The memory of all of a node's tensors in an ATen graph, with its bytes; views share it."""
+    storages = [each.untyped_storage() for each in tensors_in(node)]
+    return {StorageWeakRef(each): hint(each.nbytes()) for each in storages}
 
 
 def draws_random(node: fx.Node) -> bool:

@@ -19,10 +19,9 @@ from typing import NamedTuple
 
 import torch
 from torch import fx
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from gs_compile.capture.graph import hint, output_values, packet_of, tensors_in
-from gs_compile.capture.inductor import changes_memory
+from gs_compile.capture.inductor import changes_memory, memories_of
 
 aten = torch.ops.aten
 REDUCING = {aten.sum, aten.mean, aten.amax, aten.amin, aten.any, aten.all, aten.prod, aten.argmax, aten.argmin}
@@ -65,7 +64,7 @@ class _Graph:
         first: dict[object, fx.Node] = {}
         self.root: dict[fx.Node, fx.Node] = {}
         for node in nodes:
-            memory = _memory(node) or [node]
+            memory: list[object] = [*memories_of(node)] or [node]
             self.root[node] = first.setdefault(memory[0], node)
             first |= dict.fromkeys(memory, self.root[node])
         self.readers: dict[fx.Node, set[fx.Node]] = {node: set() for node in nodes}
@@ -130,12 +129,8 @@ def _is_loop(node: fx.Node) -> bool:
     packet, tags = packet_of(node), getattr(node.target, "tags", ())
     if node.target is aten.scatter.value:  # of a number into a tensor of one number: a comparison
         return packet_of(node.all_input_nodes[0]) in MAKING and len(node.all_input_nodes[0].users) == 1
-    is_view = not set(_memory(node)).isdisjoint(key for each in node.all_input_nodes for key in _memory(each))
+    is_view = not set(memories_of(node)).isdisjoint(key for each in node.all_input_nodes for key in memories_of(each))
     return packet in REDUCING | MAKING | READING or torch.Tag.pointwise in tags or is_view
-
-
-def _memory(node: fx.Node) -> list[object]:
-    return [StorageWeakRef(each.untyped_storage()) for each in tensors_in(node)]
 
 
 def _numel(node: fx.Node) -> int:

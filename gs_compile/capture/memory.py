@@ -8,14 +8,15 @@ fusing compiler uses it, which keeps some values out of memory and their sources
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from itertools import accumulate
 from typing import NamedTuple
 
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gs_compile.capture.graph import hint, output_values, tensors_in
+from gs_compile.capture.graph import output_values
+from gs_compile.capture.inductor import memories_of
 from gs_compile.capture.loops import Loops, loops
 
 
@@ -36,29 +37,28 @@ def lifetimes(module: fx.GraphModule, held: Collection[int] = (), *, compiled: b
     """The lifetimes of all memory, except that of the graph's inputs and of the results whose indices are `held`."""
     found = loops(module) if compiled else Loops({}, {})
     out = {
-        storage: {source for each in read for source, _ in _storages(each)}
+        memory: {source for each in read for source in memories_of(each)}
         for node, read in found.out.items()
-        for storage, _ in _storages(node)
+        for memory in memories_of(node)
     }
-    nodes = list(module.graph.nodes)
-    given = {storage for node in nodes if node.op == "placeholder" for storage, _ in _storages(node)}
-    values = output_values(module)
+    nodes, values = list(module.graph.nodes), output_values(module)
     apart = [value for index, value in enumerate(values) if index in held and isinstance(value, fx.Node)]
-    given |= {storage for node in apart for storage, _ in _storages(node)}
+    inputs = module.graph.find_nodes(op="placeholder")
+    given = {memory for node in (*inputs, *apart) for memory in memories_of(node)}
     made: dict[StorageWeakRef, int] = {}
     sizes: dict[StorageWeakRef, int] = {}
     last: dict[StorageWeakRef, int] = {}
     places = {node: place for place, node in enumerate(nodes)}
     for node, place in places.items():
-        own = [(storage, nbytes) for storage, nbytes in _storages(node) if storage not in out]
-        for storage, nbytes in own:
-            if storage not in given:
-                made.setdefault(storage, places[found.first.get(node, node)])
-                sizes[storage] = nbytes
+        own = {memory: nbytes for memory, nbytes in memories_of(node).items() if memory not in out}
+        for memory in own:
+            if memory not in given:
+                made.setdefault(memory, places[found.first.get(node, node)])
+                sizes[memory] = own[memory]
         for read in (node, *node.all_input_nodes) if own or node.op == "output" else ():
-            for storage, _ in _storages(read):
-                last |= dict.fromkeys(out.get(storage, {storage}), place)
-    return [Lifetime(place, last[storage], sizes[storage]) for storage, place in made.items()]
+            for memory in memories_of(read):
+                last |= dict.fromkeys(out.get(memory, {memory}), place)
+    return [Lifetime(place, last[memory], sizes[memory]) for memory, place in made.items()]
 
 
 def most_alive(memory: Iterable[Lifetime]) -> int:
@@ -68,9 +68,3 @@ def most_alive(memory: Iterable[Lifetime]) -> int:
         changes[made] += nbytes
         changes[last + 1] -= nbytes
     return max(accumulate(changes[place] for place in sorted(changes)), default=0)
-
-
-def _storages(node: fx.Node) -> Iterator[tuple[StorageWeakRef, int]]:
-    """The memory of a node's tensors, with its bytes; views share it."""
-    for storage in (each.untyped_storage() for each in tensors_in(node)):
-        yield StorageWeakRef(storage), hint(storage.nbytes())
