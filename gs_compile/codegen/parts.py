@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -69,14 +69,9 @@ class WholePart:
 
     def __init__(self, part: Subgraph) -> None:
         self.part, self.is_ahead = part, False
-        self._by_taken: dict[tuple[int, ...], _Taking] = {}
+        self._taking = cache(lambda taken: _Taking(part.taking(taken)))  # cached as long as this object lives
         self._all = self._taking(part.graph.differentiated)
         self.code = self._all.code
-
-    def _taking(self, taken: tuple[int, ...]) -> _Taking:
-        if taken not in self._by_taken:
-            self._by_taken[taken] = _Taking(self.part.taking(taken))
-        return self._by_taken[taken]
 
     @cached_property
     def reads(self) -> frozenset[str]:

@@ -12,9 +12,9 @@ has at least `LEAST` tokens, on any device.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from textwrap import shorten
 from typing import Any
 
@@ -55,8 +55,8 @@ class InPieces(Differentiated):
         self._beside, self._asked = beside, num_tokens
         self.whole_reason = ""  # why it cannot run in pieces, if it should
         self._taking: dict[tuple[int, ...], InPieces] = {}
-        self._taken: dict[frozenset[str], list[tuple[int, ...]]] = {}
-        self._by_size: dict[int, list[WholePart | PartInPieces]] = {}
+        # Cached as long as this object lives.
+        self._parts_of, self._taken_by = cache(self._made_of), cache(self._taken)
 
     def _made(self, name: str, level: int) -> Function:
         if not self.tokens_per_piece:
@@ -141,11 +141,6 @@ class InPieces(Differentiated):
         assert self.tokens_per_piece
         return self._parts_of(self.tokens_per_piece)
 
-    def _parts_of(self, size: int) -> list[WholePart | PartInPieces]:
-        if size not in self._by_size:
-            self._by_size[size] = self._made_of(size)
-        return self._by_size[size]
-
     def _made_of(self, size: int) -> list[WholePart | PartInPieces]:
         parts = list[WholePart | PartInPieces]()
         for place, part in enumerate(self.chain.parts):
@@ -216,23 +211,21 @@ class InPieces(Differentiated):
             gradients.add(self.chain.made[index], gradient)
         return self._pulled(self._named(arguments[:number]), gradients, frozenset())
 
-    def _seeds(self, name: str) -> set[str]:
+    def _seeds(self, name: str) -> frozenset[str]:
         """The results at which a function's backward begins."""
-        unit = self.unit
+        unit, made = self.unit, self.chain.made
         if name == "forward":
-            return set()
-        return {self.chain.made[i] for i in ([unit.results.index("loss")] if name == "both" else unit.differentiated)}
+            return frozenset()
+        return frozenset(made[i] for i in ([unit.results.index("loss")] if name == "both" else unit.differentiated))
 
-    def _taken_by(self, seeds: Iterable[str]) -> list[tuple[int, ...]]:
+    def _taken(self, seeds: frozenset[str]) -> list[tuple[int, ...]]:
         """The results of each part that have a gradient if these values have one."""
-        if (key := frozenset(seeds)) not in self._taken:
-            names, found = set(key), list[tuple[int, ...]]()
-            for part in reversed(self._parts):
-                found.append(taken := part.part.taken_of(names))
-                if taken:
-                    names.update(part.part.inputs[index] for index in part.part.taking(taken).graph.differentiable)
-            self._taken[key] = found[::-1]
-        return self._taken[key]
+        names, found = set(seeds), list[tuple[int, ...]]()
+        for part in reversed(self._parts):
+            found.append(taken := part.part.taken_of(names))
+            if taken:
+                names.update(part.part.inputs[index] for index in part.part.taking(taken).graph.differentiable)
+        return found[::-1]
 
     def _named(self, inputs: Sequence[Tensor]) -> Values:
         return dict(zip(self.chain.given, inputs, strict=True))
@@ -248,7 +241,7 @@ class InPieces(Differentiated):
 
     def _pulled(self, values: Values, gradients: Gradients, keep: Set[str]) -> tuple[Tensor, ...]:
         """The inputs' gradients, from those of the results. keep: the values to leave in `values`."""
-        taken = self._taken_by(gradients.keys())
+        taken = self._taken_by(frozenset(gradients))
         for part, results in zip(self._parts, taken, strict=True):
             if part.is_ahead:
                 part.forward(values, results)

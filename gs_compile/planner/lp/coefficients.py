@@ -15,6 +15,7 @@ them. The program that follows from a solution counts its own memory (`problem`)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import pairwise, product
 from typing import NamedTuple
 
@@ -81,7 +82,7 @@ class Formulas:
         self.block = len(RATIOS) + len(self.saved)
         self.width = 1 + len(self.stacks) * self.block
         self._extension = np.stack([self._extended(stack_of(layers.start, self.stacks)) for layers in counted.stacks])
-        self._binding: dict[tuple[tuple[float, ...], bool], dict[str, Array]] = {}
+        self._points = cache(self._points_between)  # cached as long as this object lives
 
     def columns(self, stack: int) -> Columns:
         """A formula's columns for a stack's ratios, followed by those for what it saves."""
@@ -173,23 +174,21 @@ class Formulas:
             bytes_alive[:, 0] += self.workload.workspace_nbytes
         return bytes_alive
 
-    def _points(self, anchors: tuple[float, ...], *, several: bool) -> dict[str, Array]:
+    def _points_between(self, anchors: tuple[float, ...], *, several: bool) -> dict[str, Array]:
         """By tier, the points that may bind for some ratios and some alpha between the anchors, for any number of
         micro-batches.
         """
-        if (anchors, several) not in self._binding:
-            numbers = range(2, AFFINE_FROM + 2) if several else (1,)
-            counted = [[self.counted.readings(alpha, number) for number in numbers] for alpha in anchors]
-            binding = {}
-            for tier in self.tiers:
-                heights = []
-                for by_number in counted:
-                    alive = [self._alive(each, tier) for each in by_number]
-                    heights += alive[: AFFINE_FROM - 1]
-                    heights += [more - less for less, more in pairwise(alive[AFFINE_FROM - 2 :])]
-                binding[tier] = _highest(np.stack(heights, axis=1), _exclusive(self.homes))
-            self._binding[anchors, several] = binding
-        return self._binding[anchors, several]
+        numbers = range(2, AFFINE_FROM + 2) if several else (1,)
+        counted = [[self.counted.readings(alpha, number) for number in numbers] for alpha in anchors]
+        binding = {}
+        for tier in self.tiers:
+            heights = []
+            for by_number in counted:
+                alive = [self._alive(each, tier) for each in by_number]
+                heights += alive[: AFFINE_FROM - 1]
+                heights += [more - less for less, more in pairwise(alive[AFFINE_FROM - 2 :])]
+            binding[tier] = _highest(np.stack(heights, axis=1), _exclusive(self.homes))
+        return binding
 
 
 def _exclusive(homes: Array) -> list[Columns]:

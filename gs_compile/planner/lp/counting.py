@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate
 from math import ceil
 
@@ -111,7 +112,7 @@ class Counted:
         self.ends = ENDS + groups  # a unit that is updated in groups takes another stage for each
         self.stacks = workload.stacks
         self.lengths = _lengths(workload, self.ends)
-        self._known: dict[tuple[float, int], Readings] = {}
+        self._known = cache(self._made)  # cached as long as this object lives
 
     @property
     def key(self) -> Hashable:
@@ -132,9 +133,7 @@ class Counted:
         if number > AFFINE_FROM + 1:
             first, second = (self.readings(alpha, AFFINE_FROM + more) for more in (0, 1))
             return first.to(second, number - AFFINE_FROM)
-        if (alpha, number) not in self._known:
-            self._known[alpha, number] = self._made(alpha, number)
-        return self._known[alpha, number]
+        return self._known(alpha, number)
 
     def _made(self, alpha: float, number: int) -> Readings:
         between = anchors(alpha)
