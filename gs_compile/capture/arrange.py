@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from gs_compile.capture.graph import block_of
-from gs_compile.capture.in_place import mutated, storage_of
+from gs_compile.capture.in_place import is_changed, mutated, storage_of
 from gs_compile.capture.operations import SUMMING, has_samples, is_free, operation, tensor_spec
 from gs_compile.capture.residual_stream import Readers, ResidualStream, residual_streams
 from gs_compile.capture.vmapped import BRACKETS, INNER, LAZY, OUTER
@@ -42,7 +42,7 @@ def needed_by(wanted: Iterable[fx.Node], graph: fx.Graph) -> Readers:
 
 
 def postpone_sums(wanted: Iterable[fx.Node], graph: fx.Graph) -> Readers:
-    """As `needed_by`, but first moves the addition of scalars that a forward sums over its blocks, such as losses of
+    """As `needed_by`, but first moves the addition of numbers that a forward sums over its blocks, such as losses of
     experts, to where the sum is read: otherwise each block would pass the sum so far to the next.
     """
     values = list(wanted)
@@ -50,15 +50,23 @@ def postpone_sums(wanted: Iterable[fx.Node], graph: fx.Graph) -> Readers:
     for node in reversed([*readers]):
         read, is_of_block = readers[node], block_of(node) is not None
         is_between |= is_of_block
-        if is_between and not is_of_block and len(read) == 1 and block_of(read[0]) is None:
+        if is_between and not is_of_block and read and all(block_of(reader) is None for reader in read):
             is_last = all(readers.get(each, [node]) == [node] for each in mutated(node))
-            if is_last and operation(node) in SUMMING and all(map(_is_number, (node, *node.all_input_nodes))):
-                read[0].prepend(node)
+            if is_last and _adds_numbers(node):
+                min(read).prepend(node)
     return needed_by(values, graph)
 
 
+def _adds_numbers(node: fx.Node) -> bool:
+    """Whether a node adds or scales numbers, or copies one to change it, that no later operation changes."""
+    read = [each for each in node.all_input_nodes if each not in mutated(node)]
+    is_sum = operation(node) in SUMMING | {"clone"} and all(map(_is_number, (node, *node.all_input_nodes)))
+    return is_sum and not any(map(is_changed, read))
+
+
 def _is_number(node: fx.Node) -> bool:
-    return (spec := tensor_spec(node)) is not None and spec.shape == ()
+    """Whether a value is a number, or a vector of them, such as one for each expert, without samples."""
+    return (spec := tensor_spec(node)) is not None and len(spec.shape) < 2 and not spec.batch_dims
 
 
 class Arrangement(NamedTuple):

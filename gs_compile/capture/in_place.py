@@ -102,11 +102,9 @@ def change_copies(graph: fx.Graph) -> None:
 def _may_be_copied(value: fx.Node, change: fx.Node, held: Sequence[fx.Node], latest: fx.Node) -> bool:
     """Whether a change is to be that of a copy. held: what is in the value's memory, in the order of the graph; latest:
     the last node of a block by then.
-
-    Single numbers are no rows, and those that are added up are moved (`arrange.postpone_sums`).
     """
     spec, block, maker = tensor_spec(value), block_of(change), held[0]
-    is_fit = spec is not None and bool(spec.shape) and spec.is_sized and spec.is_dense
+    is_fit = spec is not None and spec.is_sized and spec.is_dense
     is_own = is_free(maker) or (latest < maker if block is None else block_of(maker) == block)
     older = (user for each in held if each is not value and each < change for user in each.users)
     return is_fit and not is_own and not any(change < user for user in older)
@@ -159,9 +157,10 @@ def refuse_changes(
         read = [value for value in seen if at[value] != at[change] and at[change] in crossing[value]]
         for value in seen:
             if len(read) > 1 or _is_seen_elsewhere(change, value, at):
+                stacked = ", as torch.stack of a list instead of x[i] = y" if operation(change) == "setitem" else ""
                 raise MutationError(
                     f"`{value.name}` is read by several units and changed in place at {place}; use the "
-                    "out-of-place form there"
+                    f"out-of-place form there{stacked}"
                 )
 
 

@@ -203,6 +203,21 @@ def test_a_side_input_changed_in_place_and_read_by_an_older_name():
     )
 
 
+class Collecting(Tiny):
+    def forward(self, ids, labels):
+        x, states = self.embed(ids), torch.zeros(2, *ids.shape, WIDTH)
+        for number, block in enumerate(self.blocks):
+            states[number] = x = block(x)
+        return self.head(states.mean(0))
+
+
+def test_a_tensor_of_all_layers_states():
+    message = refused(MutationError, Collecting())
+    assert re.search(
+        r"in place at .*states\[number\] = x.*; use the out-of-place .* as torch\.stack of a list", message
+    )
+
+
 def test_a_layers_input_changed_in_place():
     """The checkpoint stays what it was: a layer changes a copy."""
 
