@@ -81,7 +81,7 @@ def _broadcast(graph: fx.Graph, nodes: list[fx.Node]) -> None:
             graph.erase_node(node)
             del hidden[node]
     for node in hidden:
-        node.meta["example_value"] = _made(node)
+        node.meta["example_value"] = example_of(node)
     for node in reversed(nodes):
         if node.target in (INNER, OUTER):
             graph.erase_node(node)
@@ -116,7 +116,7 @@ def _become(node: fx.Node, method: str, args: tuple[Any, ...]) -> None:
     node.op, node.target, node.args, node.kwargs = "call_method", method, args, {}
 
 
-def _made(node: fx.Node) -> Any:
+def example_of(node: fx.Node) -> Any:
     """The result of an operation on the example values of its inputs."""
 
     def example(each: fx.Node) -> Any:

@@ -21,6 +21,7 @@ import torch
 from torch import fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from gs_compile.capture.chosen import chosen_later
 from gs_compile.capture.dynamo import current_compile_id
 from gs_compile.capture.exchange import first_exchange
 from gs_compile.capture.graph import Captured, TensorSpec, UnitGraph, output_values
@@ -340,9 +341,10 @@ class Compilation:
         """The compilation of the model without the outputs that need all samples at once, and the tail that computes
         these from its other results; None: there are no such outputs, or no tail can compute them.
         """
-        module = specialize(self.captured, self.options.micro_batch_size, sizes)
+        captured = chosen_later(self.captured)
+        module = specialize(captured, self.options.micro_batch_size, sizes)
         kept = self._kept(module, loss_alone=False)
-        found = cut_tail(self.captured, module, kept)
+        found = cut_tail(captured, module, kept)
         if found is None:
             return None
         captured, tail = found

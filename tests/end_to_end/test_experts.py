@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 
 import pytest
@@ -261,19 +262,19 @@ class Dropping(Routed):
 
 
 class Packed(Model):
-    """Hands its blocks the words alone that are no padding; or their losses alone to the mean."""
+    """Hands its blocks the words alone that are no padding; or its head alone, which may mix them."""
 
-    def __init__(self, block, is_loss=False):
+    def __init__(self, block, is_loss=False, mix=lambda rows: rows):
         super().__init__(lambda _: block(WIDTH, WIDTH))
-        self.is_loss = is_loss
+        self.is_loss, self.mix, self.norm = is_loss, mix, nn.LayerNorm(WIDTH)
 
     def forward(self, ids, labels):
         kept = torch.where(labels > 2)
         x = self.words(ids) if self.is_loss else self.words(ids)[kept]
         for block in self.blocks:
             x = x + block(x)
-        x = x[kept] if self.is_loss else x
-        return functional.cross_entropy(self.head(x), labels[kept])
+        x = self.mix(x[kept]) if self.is_loss else x
+        return functional.cross_entropy(self.head(2 * self.norm(x).relu()), labels[kept])
 
 
 REFUSED = {
@@ -292,7 +293,7 @@ REFUSED = {
     "some of them": (lambda: Model(Dropping), SeparationError, r"`.*` \(getitem\) takes a part of the samples"),
     "a share": (lambda: Model(Shared), SeparationError, r"`.*` \(full\) computes with what is counted"),
     "a loss": (
-        lambda: Packed(nn.Linear, is_loss=True),
+        lambda: Packed(nn.Linear, is_loss=True, mix=lambda rows: (rows @ rows.T).softmax(-1) @ rows),
         SeparationError,
         r"has a size that values decide, at .*where\(labels",
     ),
@@ -312,6 +313,22 @@ def test_where_sizes_of_values_are_refused(name, tmp_path):
     model.compile(backend="greedysnake", options=options(tmp_path))
     with pytest.raises(kind, match=words):
         one_step(model, optimizer)
+
+
+def test_words_that_the_head_alone_chooses(tmp_path):
+    """Of all of them, behind the model; refused before, in several micro-batches."""
+    torch.manual_seed(0)
+    model, step = Packed(nn.Linear, is_loss=True).double(), list(batches((4, 5)))
+    plain = copy.deepcopy(model)
+    optimizers = gs_compile.SGD(model.parameters(), lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
+    model.compile(backend="greedysnake", options=options(tmp_path))
+    for each, optimizer in zip((model, plain), optimizers, strict=True):
+        for ids, labels in step:
+            each(ids, labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=1e-12, atol=1e-12)
+    optimizers[0].engine.tiers.close()
 
 
 @pytest.mark.parametrize("is_loss", [True, False])
