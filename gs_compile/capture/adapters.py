@@ -105,6 +105,11 @@ def _with_labels(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     return type(result)(loss=loss, logits=logits, hidden_states=result.hidden_states, attentions=result.attentions)
 
 
+def _tables(original: Any, rotary: Any, places: torch.Tensor, *_: Any, **__: Any) -> Any:
+    """Tables of rotary_embedding_torch, made in each call: it keeps them in a buffer that the first call writes."""
+    return original(rotary, places)
+
+
 def _with_images(_: Any, model: Any, hidden: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Qwen3-VL and others: after their first layers, they add features of images at the places of these.
 
@@ -135,6 +140,7 @@ _OF_SPEECH = {  # models that mask spans of their hidden states, by the end of t
     "wav2vec2_conformer.modeling_wav2vec2_conformer": "Wav2Vec2ConformerModel",
     "wavlm.modeling_wavlm": "WavLMModel",
 }
+_ROTARY = "rotary_embedding_torch.rotary_embedding_torch"
 _DEBERTA = "transformers.models.deberta.modeling_deberta"
 _DEBERTA_V2 = "transformers.models.deberta_v2.modeling_deberta_v2"
 METHODS: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (  # module, class, method, substitute
@@ -150,6 +156,7 @@ METHODS: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (  # module, cla
         for end, kinds in _OF_IMAGES.items()
         for kind in kinds
     ),
+    *((_ROTARY, "RotaryEmbedding", method, _tables) for method in ("forward", "get_scale")),
     ("transformers.models.whisper.modeling_whisper", "WhisperModel", "_mask_input_features", masked_inputs),
 )
 

@@ -8,6 +8,7 @@
   read otherwise, the number is fixed, as Dynamo does.
 * ``x.requires_grad_()`` on a value made by the forward is ``x``, as checkpointing does to embeddings; so is
   ``x.requires_grad = True``, as in audio encoders.
+* ``self.mask = self.mask.to(x.device)`` does nothing to an nn.Buffer that is there already; Dynamo would break there.
 * An integer that the forward changes in a module, or in an object, dict or list of one, such as a count of calls, is a
   symbol: Dynamo would trace again for each number, up to its limit.
 * What Lightning logs in a step that is compiled whole (`self.log`) is logged after the graph; Dynamo would break there.
@@ -190,14 +191,29 @@ def _store_attribute(
     has_symbol: Callable[[str], bool], translator: InstructionTranslatorBase, instruction: Any
 ) -> None:
     value, holder = (each.unwrap() for each in translator.stack[-2:])
+    is_same = False
     if isinstance(holder, UserDefinedObjectVariable) and _is_of_module(holder):
         before = getattr(holder.value, "__dict__", {}).get(instruction.argval)
         _restart_where_changed(has_symbol, f".{instruction.argval}", before, value)
+        is_same = _is_buffer(translator, holder, instruction.argval, value)
     is_made = isinstance(holder, TensorVariable) and holder.source is None
-    if is_made and instruction.argval == "requires_grad" and value.is_python_constant() and value.as_python_constant():
+    is_asked = is_made and instruction.argval == "requires_grad" and value.is_python_constant()
+    if is_same or (is_asked and value.as_python_constant()):
         translator.popn(2)
     else:
         InstructionTranslatorBase.STORE_ATTR(translator, instruction)
+
+
+def _is_buffer(translator: Any, module: Any, name: str, value: VariableTracker) -> bool:
+    """Whether a tensor is already the buffer of this name, as one that was moved to where it is."""
+    if not _is_tensor(value) or name not in getattr(module.value, "_buffers", ()):
+        return False
+    own = module.var_getattr(translator, name)
+    return _is_tensor(own) and _example(own) is _example(value)
+
+
+def _example(tensor: VariableTracker) -> Any:
+    return tensor.realize().as_proxy().node.meta["example_value"]
 
 
 def _store_entry(has_symbol: Callable[[str], bool], translator: InstructionTranslatorBase, instruction: Any) -> None:

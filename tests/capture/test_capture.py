@@ -409,15 +409,15 @@ class Masked(nn.Module):
     def __init__(self, is_causal):
         super().__init__()
         torch.manual_seed(0)
-        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.embedding, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
         layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.0, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(WIDTH, VOCAB)
-        self.is_causal = is_causal
+        self.is_causal, self.scale = is_causal, nn.Buffer(torch.tensor(0.5))
 
     def forward(self, ids):
         mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1 if self.is_causal else 3)
-        words = functional.one_hot(ids, VOCAB).float()
+        self.scale = self.scale.to(ids.device)  # it is there already: Dynamo broke at this line of CTRL
+        words = functional.one_hot(ids, VOCAB) * self.scale
         words.requires_grad = True  # as encoders of sound ask for a gradient: Dynamo broke there, too
         return self.head(self.encoder(words @ self.embedding.weight, mask=mask))
 

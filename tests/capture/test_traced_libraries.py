@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from transformers import (
     DebertaConfig,
     DebertaForSequenceClassification,
@@ -86,6 +88,52 @@ def test_what_a_library_does_that_is_imported_after_the_first_compile_is_traced(
     train(compile_model(model, 2), *batch())
     train(plain, *batch())
     assert_same_gradients(gradients(model), gradients(plain))
+
+
+class Tables(nn.Module):
+    """Keeps what it makes first in a buffer, as the tables of rotary_embedding_torch are."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(64), persistent=False)
+        self.num_kept = 0
+
+    def forward(self, places, seq_len=None, offset=0):
+        if seq_len is not None and offset + seq_len <= self.num_kept:
+            return self.kept[offset : offset + seq_len]
+        table = places.cos()
+        if seq_len is not None:
+            self.kept[:seq_len], self.num_kept = table, seq_len
+        return table
+
+    get_scale = forward
+
+
+class Turned(GPT):
+    def __init__(self):
+        super().__init__()
+        self.tables = Tables()
+
+    def forward(self, ids, *rest):
+        x, places = self.embedding(ids), torch.arange(ids.shape[1]).float()
+        for block in self.blocks:
+            x = block(x) * self.tables(places, seq_len=len(places))[:, None]
+        return self.head(x).square().mean()
+
+
+def test_tables_that_the_first_call_writes_to_a_buffer_are_made_in_each(monkeypatch):
+    """Refused before, as a buffer that is changed in place."""
+    module = SimpleNamespace(RotaryEmbedding=Tables)
+    monkeypatch.setitem(sys.modules, "rotary_embedding_torch.rotary_embedding_torch", module)
+    monkeypatch.setattr(Tables, "forward", Tables.forward)  # as they are put back afterwards
+    monkeypatch.setattr(Tables, "get_scale", Tables.get_scale)
+    set_from_the_start()
+    model, plain = compile_model(Turned(), 2), Turned()
+    for tokens in (12, 12, 9):
+        for each in (model, plain):
+            each.zero_grad()
+            each(batch(4, tokens)[0]).backward()
+        assert_same_gradients(gradients(model), gradients(plain))
 
 
 def deberta(config, kind):
