@@ -2,7 +2,8 @@
 
 How many rows these are depends on values, so the parts of several micro-batches do not add up to those of the batch.
 What computes each row by itself gives the same of all rows, and the mask then chooses among its results. What follows,
-such as the loss of these rows, can run behind the model (`tail`).
+such as the loss of these rows, can run behind the model (`tail`). Only operations whose derivatives are finite are
+applied to rows that the mask leaves out: the logarithm of such a row of zeros would make gradients NaN.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from torch import fx
 
 from gs_compile.capture.graph import Captured, block_of, graph_module, origin
 from gs_compile.capture.in_place import mutated
-from gs_compile.capture.operations import arguments_of, computes, draws, operation
+from gs_compile.capture.operations import arguments_of, draws, operation
 from gs_compile.capture.vmapped import example_of
 
-_BY_ROW = frozenset("linear layer_norm rms_norm dropout to float double half bfloat16".split())
+_ELEMENTWISE = frozenset("add sub mul neg relu gelu silu tanh sigmoid".split())  # in any operand
+_BY_ROW = frozenset("linear layer_norm rms_norm dropout to float double half bfloat16".split())  # in the first one
 
 
 def chosen_later(captured: Captured) -> Captured:
@@ -58,13 +60,13 @@ def _is_by_row(user: fx.Node, chosen: fx.Node) -> bool:
     """Whether an operation computes each of the chosen rows by itself, with what is the same for all of them."""
     name, made, given = operation(user), _tensor(user), _tensor(chosen)
     others = [_tensor(each) for each in user.all_input_nodes if each is not chosen]
-    if made is None or given is None or mutated(user) or draws(user) or not (name in _BY_ROW or computes(name)):
+    if made is None or given is None or mutated(user) or draws(user) or name not in _BY_ROW | _ELEMENTWISE:
         return False
     if name.endswith("_norm") and len(arguments_of(user)["normalized_shape"]) == given.dim():
         return False
     is_alike = all(each is not None and all(type(size) is int for size in each.shape) for each in others)
     is_alike &= name == "linear" or all(each is not None and each.dim() < given.dim() for each in others)
-    is_of_rows = computes(name) or user.args[0] is chosen
+    is_of_rows = name in _ELEMENTWISE or user.args[0] is chosen
     return is_alike and is_of_rows and made.dim() == given.dim() > (name == "linear")
 
 

@@ -297,6 +297,11 @@ REFUSED = {
         SeparationError,
         r"has a size that values decide, at .*where\(labels",
     ),
+    "a logarithm of rows": (
+        lambda: Packed(nn.Linear, is_loss=True, mix=lambda rows: rows.square().log()),
+        SeparationError,
+        r"has a size that values decide, at .*where\(labels",
+    ),
 }
 
 
