@@ -21,6 +21,7 @@ from torch import nn
 from gs_compile.errors import ABSENT, OptionError
 from gs_compile.model.files import directory, trim
 from gs_compile.model.materialize import materialize, on_first_rank
+from gs_compile.model.replaced import replaced
 from gs_compile.model.residency import as_masters, is_offloaded, residency_of
 from gs_compile.model.storage_init import CACHE_NBYTES, NewTensorsInFiles, offload
 from gs_compile.options import Frozen, Options, absolute
@@ -29,7 +30,7 @@ from gs_compile.planner.run import host_budget
 if TYPE_CHECKING:
     from gs_compile.hf.encoded import EncodedFolder
 
-_IN_ORDER = "HF_DEACTIVATE_ASYNC_LOAD"  # a switch of transformers
+_IN_ORDER = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}  # transformers reads one parameter after the other, in this thread
 _HUB = {"revision", "code_revision", "trust_remote_code", "cache_dir", "subfolder", "token", "local_files_only"}
 _REFUSED = {
     "device_map": "parameters go to storage, and from there to the device that computes: leave it out",
@@ -91,7 +92,7 @@ def from_pretrained(
     is_encoded = frozen and not is_decoded and as_stored is None
     source = about(model_class, name_or_path, given, frozen, frozen_skip) if is_encoded else None
     kept, files = _kept(keep_encoded, folder, source), NewTensorsInFiles(folder, cache_nbytes)
-    with kept, files, _read_in_order(), ending():
+    with kept, files, replaced(os.environ, **_IN_ORDER), ending():
         encoding = FrozenConfig(options, files, form, kept) if (frozen or form) and not is_decoded else None
         if encoding is not None and stored is None:
             given["quantization_config"] = encoding
@@ -166,7 +167,11 @@ def streamed(model: nn.Module, *, master: bool = False) -> Iterator[dict[str, to
     with ExitStack() as stack:
         for parameter in {value for value in shown.values() if master and is_offloaded(value)}:
             stack.enter_context(as_masters(parameter))
-        stack.enter_context(_with_values(model, _Values(shown, master)))
+        # As a model that is offloaded to disk, whose values Accelerate's hook reads
+        hook = SimpleNamespace(weights_map=_Values(shown, master))
+        stack.enter_context(replaced(vars(model), hf_device_map={"": "disk"}, _hf_hook=hook))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "Attempting to save a model with offloaded modules")
         yield {
             name: torch.empty_like(each, device="meta") if is_offloaded(each) else each.detach()
             for name, each in shown.items()
@@ -183,20 +188,6 @@ class _Values:
     def __getitem__(self, name: str) -> torch.Tensor:
         parameter = self.parameters[name]
         return residency_of(parameter).value(parameter, master=self.master)
-
-
-@contextmanager
-def _with_values(model: Any, values: _Values) -> Iterator[None]:
-    """Inside the block, transformers treats the model as offloaded to disk, with values read by Accelerate's hook."""
-    before = {name: found for name, found in vars(model).items() if name in ("hf_device_map", "_hf_hook")}
-    model.hf_device_map, model._hf_hook = {"": "disk"}, SimpleNamespace(weights_map=values)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Attempting to save a model with offloaded modules")
-            yield
-    finally:
-        del model.hf_device_map, model._hf_hook
-        vars(model).update(before)
 
 
 def _check(name_or_path: str | os.PathLike[str], given: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -248,16 +239,3 @@ def _config_of(name_or_path: str | os.PathLike[str], given: dict[str, Any]) -> A
     if (config := given.get("config")) is not None:
         return deepcopy(config)
     return transformers.AutoConfig.from_pretrained(name_or_path, **{name: given[name] for name in _HUB & given.keys()})
-
-
-@contextmanager
-def _read_in_order() -> Iterator[None]:
-    """Inside the block, transformers reads one parameter after the other, in this thread, not in its own threads."""
-    before = os.environ.get(_IN_ORDER)
-    os.environ[_IN_ORDER] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[_IN_ORDER]
-        if before is not None:
-            os.environ[_IN_ORDER] = before

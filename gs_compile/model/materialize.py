@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gs_compile.errors import ReleasedParameterError, StepOrderError
 from gs_compile.model.parameter_store import ParameterStore, Reader, in_full
+from gs_compile.model.replaced import replaced
 from gs_compile.model.residency import is_offloaded, materialized, residency_of
 from gs_compile.runtime.ranks import Ranks
 
@@ -70,14 +71,10 @@ def _refuse_other_shapes(shapes: Mapping[nn.Parameter, torch.Size]) -> None:
 @contextmanager
 def whole_states(model: nn.Module) -> Iterator[None]:
     """State dicts that all ranks make in the block hold whole tensors on each, mapped from files."""
-    stores = [store for store in stores_of(model.parameters()) if not store.shows_whole]
-    for store in stores:
-        store.shows_whole = True
-    try:
+    with ExitStack() as stack:
+        for store in stores_of(model.parameters()):
+            stack.enter_context(replaced(vars(store), shows_whole=True))
         yield
-    finally:
-        for store in stores:
-            store.shows_whole = False
 
 
 @contextmanager
@@ -98,14 +95,11 @@ def on_first_rank(model: nn.Module) -> Iterator[bool]:
             number, *what = asked
             stores[number].tiers.read_any(*what)
     else:
-        for number, store in enumerate(stores):
-            store.tiers.before_read = partial(_tell, ranks, number)
-        try:
+        with ExitStack() as stack:
+            stack.callback(ranks.from_first, _ALONE, _nothing)
+            for number, store in enumerate(stores):
+                stack.enter_context(replaced(vars(store.tiers), before_read=partial(_tell, ranks, number)))
             yield True
-        finally:
-            for store in stores:
-                store.tiers.before_read = None
-            ranks.from_first(_ALONE, _nothing)
 
 
 @contextmanager
@@ -117,8 +111,7 @@ def _whole_stashes(model: nn.Module) -> Iterator[DeviceMesh | None]:
             residency = residency_of(parameter)
             if residency.mesh is not None:
                 mesh = residency.mesh
-                stack.callback(setattr, residency, "stash", residency.stash)
-                residency.stash = residency.value(parameter, master=True)
+                stack.enter_context(replaced(vars(residency), stash=residency.value(parameter, master=True)))
         yield mesh
 
 
@@ -163,14 +156,11 @@ def evaluating(args: Sequence[Any]) -> Iterator[None]:
 @contextmanager
 def reading(args: Sequence[Any], reader: Reader) -> Iterator[None]:
     """The parameters among `args` that are offloaded are read by `reader`, unless they have one."""
-    residencies = [found for each in args if is_offloaded(each) and (found := residency_of(each)).reader is None]
-    for residency in residencies:
-        residency.reader = reader
-    try:
+    with ExitStack() as stack:
+        for residency in map(residency_of, filter(is_offloaded, args)):
+            if residency.reader is None:
+                stack.enter_context(replaced(vars(residency), reader=reader))
         yield
-    finally:
-        for residency in residencies:
-            residency.reader = None
 
 
 def _reader(stores: Sequence[ParameterStore]) -> Reader:
@@ -195,19 +185,9 @@ def _plain_calls(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for module in model.modules():
             if module is model or module._compiled_call_impl is not None:
-                stack.enter_context(_plain_call(module))
+                plain = partial(_evaluate, getattr(module, "_orig_mod", module))  # that model itself
+                stack.enter_context(replaced(vars(module), _compiled_call_impl=plain))  # past __setattr__
         yield
-
-
-@contextmanager
-def _plain_call(module: nn.Module) -> Iterator[None]:
-    attributes = module.__dict__  # past the __setattr__ of what torch.compile returns, which is its model's
-    before = attributes.get("_compiled_call_impl")
-    attributes["_compiled_call_impl"] = partial(_evaluate, getattr(module, "_orig_mod", module))  # that model itself
-    try:
-        yield
-    finally:
-        attributes["_compiled_call_impl"] = before
 
 
 def _evaluate(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -16,8 +16,8 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from gs_compile.capture.internals import TorchDispatchMode, tree_leaves, tree_ma
 from gs_compile.errors import InitialisationError, RankError
 from gs_compile.model.aliases import is_plain, overlapping
 from gs_compile.model.files import SMALL_NBYTES, directory, is_mapped, leave_memory, map_file, shared, trim
+from gs_compile.model.replaced import replaced
 from gs_compile.model.residency import is_offloaded, residency_of, stash
 from gs_compile.model.stand_in import address
 from gs_compile.options import Options
@@ -103,11 +104,12 @@ def offload(model: nn.Module, files: NewTensorsInFiles, group: Any) -> list[str]
 class NewTensorsInFiles(TorchDispatchMode):
     """Every large new tensor is in a file, of which only those used last are in memory: `cache_nbytes` of them."""
 
+    _is_aside = False
+
     def __init__(self, folder: Path, cache_nbytes: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.folder = folder
         self.cache_nbytes = CACHE_NBYTES if cache_nbytes is None else cache_nbytes
-        self._is_aside = False
         self.left_nbytes = 0  # bytes that tensors have left in the heap when they went to files
         self.recent: OrderedDict[int, torch.UntypedStorage] = OrderedDict()  # by address; the last one was used last
 
@@ -144,14 +146,9 @@ class NewTensorsInFiles(TorchDispatchMode):
         self._touch(each for each in tree_leaves(results) if _is_plain(each))
         return results
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
+    def aside(self) -> AbstractContextManager[None]:
         """In the block new tensors stay in memory."""
-        self._is_aside = True
-        try:
-            yield
-        finally:
-            self._is_aside = False
+        return replaced(vars(self), _is_aside=True)
 
     def drop_pages(self, *, down_to_nbytes: int) -> None:
         """[2] Drop pages from this process's memory; the kernel writes them to the file when it wants to."""
