@@ -21,6 +21,7 @@ from gs_compile.hf.gather import Padding, gathered
 from gs_compile.hf.parts import parted
 from gs_compile.hf.weights import options_of
 from gs_compile.model.optim import SGD
+from gs_compile.model.replaced import replaced
 from gs_compile.planner.cost.model import base_model
 
 log = logging.getLogger(__name__)
@@ -72,8 +73,8 @@ class _Question:
     call: Callable[..., Any]
     batch: Mapping[str, Any]
     has_grad: bool
-    model: Any = None
-    mode: Mode | None = None
+    model: Any
+    mode: Mode
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -85,23 +86,27 @@ class AskedModel:
     """A model that is compiled in place, and runs in a context. Strands ask for its results; `answered` calls it."""
 
     is_for_its_loss = False  # callers with gradients read only the loss, or get `ReadsMore`
+    _own_forward: Any = None  # of the model, and what stands in its place in `wrappable`
+    _asking_forward: Any = None
 
     def __init__(
         self, model: Any, options: dict[str, Any], around: Callable[[], AbstractContextManager[Any]] = nullcontext
     ) -> None:
         """options: of the backend; entries are changed here if the model needs others."""
         self.model, self.options, self.around, self.base = model, options, around, base_model(model)
-        self.gives_all_to_others = False  # set by the first caller that wants more than the loss
-        self._own_forward: Any = None
-        self._asking_forward: Any = None
+        self.has_loss_alone = False  # although nobody has asked for that: who wants more gets it by `give_all`
         if has_fused_head(self.base):
             make_capturable(self.base)
             options["outputs"] = "all"  # the model's own loss, such as the routers', is only a term of the trainer's
         self.compile_within(options["micro_batch_size"])
 
-    def compile_within(self, most_samples: int, **changes: Any) -> None:
-        """Compile the model, if necessary again, with micro-batches of at most so many samples, and other options."""
-        self.options.update(changes)
+    def give_all(self) -> None:
+        """Return all outputs from now on."""
+        self.has_loss_alone, self.options["outputs"] = False, "all"
+        self.compile_within(self._most_samples)
+
+    def compile_within(self, most_samples: int) -> None:
+        """Compile the model, if necessary again, with micro-batches of at most so many samples."""
         self._most_samples = most_samples
         size = min(most_samples, self.options["micro_batch_size"])
         self.model.compile(backend="greedysnake", options={**self.options, "micro_batch_size": size})
@@ -122,12 +127,9 @@ class AskedModel:
             with self._forward(asking):  # another strand finds it without what this one's loss has put around it
                 return self.model(*args, **batch)
 
-        self._own_forward, self._asking_forward = vars(self.model).get("forward"), asking
-        try:
-            with self._forward(asking):
-                yield
-        finally:
-            self._asking_forward = None
+        own = vars(self.model).get("forward")
+        with replaced(vars(self), _own_forward=own, _asking_forward=asking), self._forward(asking):
+            yield
 
     @contextmanager
     def _forward(self, forward: Any) -> Iterator[None]:
@@ -149,10 +151,9 @@ class AskedModel:
             is_asking = self.model.forward is self._asking_forward or _is_of_a_part(self.model.forward, self.model)
             if self._asking_forward and not is_asking:
                 return self.model.forward(*args, **batch)
-            if self.gives_all_to_others and torch.is_grad_enabled() and not self.is_for_its_loss:
-                self.gives_all_to_others = False
+            if self.has_loss_alone and torch.is_grad_enabled() and not self.is_for_its_loss:
                 log.info("a training_step of the user's own calls the model, which gives it all outputs from now on")
-                self.compile_within(self._most_samples, outputs="all")
+                self.give_all()
                 return self.model(*args, **batch)
             if not strands.in_strand():
                 return run(*args, **batch)
@@ -253,8 +254,7 @@ def answered(questions: Sequence[_Question], padding: Padding, *, has_loss_alone
             continue
         alike = [each for each in questions if each.kind == question.kind]
         batches = [each.batch for each in alike]
-        if question.mode is not None:
-            question.mode.enter(question.model)
+        question.mode.enter(question.model)
         with torch.set_grad_enabled(question.has_grad):
             outputs = question.call(**(gathered(batches, padding) if len(batches) > 1 else batches[0]))
         found = parted(outputs, batches, padding) if len(batches) > 1 else [outputs]

@@ -28,6 +28,7 @@ from gs_compile.hf.weights import streamed
 from gs_compile.model.materialize import on_first_rank
 from gs_compile.model.optim import SGD, Adam, AdamW, Lion
 from gs_compile.model.outputs import loss_alone
+from gs_compile.model.replaced import replaced
 from gs_compile.model.residency import is_offloaded
 from gs_compile.model.settings import refuse_other_rules
 from gs_compile.model.tiered_optimizer import TieredOptimizer
@@ -110,9 +111,7 @@ class TrainerMixin(DurableTrainer):
         self._has_own_loss = overrides or self.compute_loss_func is not None or self.label_smoother is not None
         encode_for(self.accelerator, self.model)
         self._compiled = [AskedModel(self.model, chosen)]
-        self._compiled[0].gives_all_to_others = "outputs" not in options and chosen["outputs"] == "loss"
-        if chosen["outputs"] == "all":
-            self._asked["outputs"] = "all"
+        self._compiled[0].has_loss_alone = "outputs" not in options and chosen["outputs"] == "loss"
         self._batches, self._batch_size = [], self._train_batch_size
         second = getattr(self, "ref_model", None)
         if reference is not None or (second is not None and any(map(is_offloaded, second.parameters()))):
@@ -276,8 +275,8 @@ class _Gathering(_Trainer):  # type: ignore[misc]
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         batches, self._batches = self._batches, []
-        known = _replaced(self._compiled[0], is_for_its_loss=True)
-        own = _replaced(self, _is_under_way=True, _prepare_inputs=lambda each: each)
+        known = replaced(vars(self._compiled[0]), is_for_its_loss=True)
+        own = replaced(self.__dict__, _is_under_way=True, _prepare_inputs=lambda each: each)
         with self._smaller_if_too_large(), own, known:
             self._last_begun = self.state.global_step
             if self._has_own_loss:
@@ -288,7 +287,7 @@ class _Gathering(_Trainer):  # type: ignore[misc]
 
     def _own_training_step(self, model: Any, batches: list[Any], num_items_in_batch: Any) -> torch.Tensor:
         """Each batch's loss is computed by itself, in a strand; the model runs once for the calls of all."""
-        compute = self.compute_loss
+        compute, asked = self.compute_loss, self._compiled[0]
 
         def loss_of(mode: Mode, *args: Any, **kwargs: Any) -> Any:
             mode.enter(self.model)  # others may be in another one when this one begins
@@ -296,8 +295,8 @@ class _Gathering(_Trainer):  # type: ignore[misc]
                 return compute(*args, **kwargs)
 
         def losses_of(model: Any, batches: list[Any], **kwargs: Any) -> list[torch.Tensor]:
-            is_alone = "outputs" not in self._asked
-            with self._compiled[0].wrappable():
+            is_alone = asked.has_loss_alone
+            with asked.wrappable():
                 mode = Mode.of(self.model)
                 own = [mapped(torch.clone, each) if is_alone else copy.copy(each) for each in batches]
                 losses = [partial(loss_of, mode, model, batch, **kwargs) for batch in own]
@@ -307,33 +306,22 @@ class _Gathering(_Trainer):  # type: ignore[misc]
                     mode.enter(self.model)
 
         def loss_of_all(*args: Any, **kwargs: Any) -> torch.Tensor:
-            drawn = {} if "outputs" in self._asked else random_state()
+            drawn = random_state() if asked.has_loss_alone else {}
             try:
                 return torch.stack(losses_of(*args, **kwargs)).sum()
             except ReadsMore:
                 pass
             except (AttributeError, TypeError) as error:  # the model does not return a dataclass
-                if "NoneType" not in str(error) or "outputs" in self._asked:
+                if "NoneType" not in str(error) or not asked.has_loss_alone:
                     raise
             log.info("compute_loss seems to read other outputs than the loss, which the model returns from now on")
-            self._asked["outputs"] = "all"
-            self._compiled[0].compile_within(self._batch_size, outputs="all")
+            self._asked["outputs"] = "all"  # also of a model that `_hp_search_setup` makes
+            asked.give_all()
             set_random_state(drawn)
             return torch.stack(losses_of(*args, **kwargs)).sum()
 
-        with _replaced(self, compute_loss=loss_of_all):
+        with replaced(self.__dict__, compute_loss=loss_of_all):
             return super().training_step(model, batches, num_items_in_batch)  # type: ignore[no-any-return]
-
-
-@contextmanager
-def _replaced(holder: Any, **attributes: Any) -> Iterator[None]:
-    """Inside the block, an object has these attributes in place of its class's."""
-    vars(holder).update(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            del vars(holder)[name]
 
 
 def _in_front(mixin: type, kind: type) -> type:

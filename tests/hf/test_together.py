@@ -18,7 +18,7 @@ from gs_compile.hf import strands
 from gs_compile.hf.fused_head import make_capturable
 from gs_compile.hf.gather import IGNORED, Padding, gathered, padding_of
 from gs_compile.hf.parts import parted
-from gs_compile.hf.together import ReadsMore, _Question, answered
+from gs_compile.hf.together import Mode, ReadsMore, _Question, answered
 
 
 @pytest.mark.parametrize(("num_items", "share"), [(None, 6.0), (4, 3.0)])
@@ -343,7 +343,8 @@ def test_the_head_gives_what_the_fused_one_gives():
     [(0, False), (1, True), (-1, True), (slice(1), False), (slice(1, None), True), (slice(-1, None), True)],
 )
 def test_who_reads_places_beside_the_loss_asks_for_all_outputs(place, is_more):
-    question = _Question(lambda: CausalLMOutput(loss=torch.ones(())), {}, has_grad=False)
+    model = torch.nn.Identity()
+    question = _Question(lambda: CausalLMOutput(loss=torch.ones(())), {}, False, model, Mode.of(model))
     (found,) = answered([question], Padding(), has_loss_alone=True)
     with pytest.raises(ReadsMore) if is_more else nullcontext():
         assert found[place] == (torch.ones(()) if place == 0 else (torch.ones(()),))

@@ -231,7 +231,8 @@ def test_a_fused_head_gives_all_outputs_from_the_first_step_on(tmp_path):
     """So that a loss that asks for one of them that is None has it compiled no second time."""
     trainer = dpo(tmp_path)
     gs_compile.hf.attach(trainer, storage=tmp_path / "storage", expert=EAGER)
-    assert trainer._asked["outputs"] == "all"
+    assert trainer._compiled[0].options["outputs"] == "all"
+    assert not trainer._compiled[0].has_loss_alone
 
 
 def test_a_reference_that_is_not_there(tmp_path):
