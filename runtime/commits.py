@@ -12,6 +12,7 @@ that neither the last commit nor a content is in. A commit takes the contents at
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -23,11 +24,11 @@ from gs_compile.runtime.lanes import Ticket
 from gs_compile.runtime.rest import Rest, Tensors
 from gs_compile.runtime.slab import map_memory
 from gs_compile.runtime.storage.store import Extent
-from gs_compile.runtime.storage.stored import REST, Manifest, StoredPart
+from gs_compile.runtime.storage.stored import REST, Manifest
 from gs_compile.runtime.values import ValueTable
 
 BLOCK = 8 << 20  # bytes that are copied at a time
-Snapshot = Callable[[], tuple[Callable[[tuple[StoredPart, ...]], Manifest], Tensors]]
+Snapshot = Callable[[], tuple[Manifest, Tensors]]
 
 
 def part_of(value: Value) -> Value:
@@ -38,8 +39,8 @@ def part_of(value: Value) -> Value:
 class Commits:
     """The files of all parts of a durable run.
 
-    snapshot: takes everything else that a commit has, as it is now. It returns a function that makes the manifest once
-        the files are known, and the tensors that are beside the tiers. Set before the first step.
+    snapshot: takes everything else that a commit has, as it is now: the manifest without parts, whose files are known
+        later, and the tensors that are beside the tiers. Set before the first step.
     alike: names of parts of the resumed run that stay in their files.
     """
 
@@ -58,8 +59,8 @@ class Commits:
         self.alike = alike
         self.takes_up = bool(alike)  # for as long as values come from the former run
         assert setting.store is not None, "commits need storage"
-        self._store = setting.store
-        self._rest = Rest(self._store)
+        self.store = setting.store
+        self._rest = Rest(self.store)
         self._files: dict[Value, list[Extent]] = {}  # by part
         self._issued: dict[Value, Extent] = {}  # of the commit that was issued last
         self._made: Mapping[Value, Extent] = {}  # of the commit that was made last
@@ -71,11 +72,11 @@ class Commits:
         part, name = part_of(value), f"{value.kind}{value.unit}-{value.part}"
         new: list[Extent] = []
         if part.name in self.alike and value.kind not in SHADOWS.values():
-            new.append(self._store.adopt(part.name, goes_on=True))
+            new.append(self.store.adopt(part.name, goes_on=True))
             self._issued[part] = new[0]
             self._stale.discard(part)
         while len(new) < self.setting.placement.num_extents(value):
-            new.append(self._store.allocate(f"{name}.{len(new)}", nbytes_of(self.setting.placement, value)))
+            new.append(self.store.allocate(f"{name}.{len(new)}", nbytes_of(self.setting.placement, value)))
         self._files.setdefault(part, []).extend(new)
         return new[0]
 
@@ -144,13 +145,13 @@ class Commits:
         writes = [(self.writable(copy), self.values.contents[home]) for home, copy in self.stale()]
         self._stale.clear()
         self._issued = {part: self._current(part) for part in self._files}
-        manifest_of, rest = self.snapshot()
+        manifest, rest = self.snapshot()
         old: Sequence[Extent] = ()
         if any(each.nbytes for each in rest.values()):
             extent, content, old = self._rest.take(rest)
             self._issued[Value(REST, tier=None)] = extent
             writes.append((extent, content))
-        return partial(self._make, manifest_of, writes, self._issued, old)
+        return partial(self._make, manifest, writes, self._issued, old)
 
     def _current(self, part: Value) -> Extent:
         found = (self.values.contents.get(each) for each in _holders(part) if each.kind not in SHADOWS.values())
@@ -158,7 +159,7 @@ class Commits:
 
     def _make(
         self,
-        manifest_of: Callable[[tuple[StoredPart, ...]], Manifest],
+        manifest: Manifest,
         writes: list[tuple[Extent, torch.Tensor]],
         issued: Mapping[Value, Extent],
         old: Sequence[Extent],
@@ -168,10 +169,10 @@ class Commits:
         changed = [extent for part, extent in issued.items() if self._made.get(part) is not extent]
         together = self.setting.ranks.commit_together if self.setting.ranks else None
 
-        def manifest() -> Manifest:
-            return manifest_of(tuple(extent.stored(part.name) for part, extent in issued.items()))
+        def whole() -> Manifest:
+            return replace(manifest, parts=tuple(extent.stored(part.name) for part, extent in issued.items()))
 
-        self._store.commit(changed, manifest, together, old)
+        self.store.commit(changed, whole, together, old)
         self._made = issued
 
 

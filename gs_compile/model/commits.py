@@ -15,7 +15,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -29,16 +29,19 @@ from gs_compile.model.given import state_of
 from gs_compile.model.idle import Idle
 from gs_compile.model.in_memory import modules_beside, parameters_in_memory
 from gs_compile.model.optimizer import Optimizer
-from gs_compile.model.optimizer_state import has_values
+from gs_compile.model.optimizer_state import forget_shown, has_values
 from gs_compile.model.parameter_store import as_step
+from gs_compile.model.replaced import replaced
 from gs_compile.model.residency import residency_of
+from gs_compile.runtime.commits import Commits
 from gs_compile.runtime.former import stored_units
 from gs_compile.runtime.random_state import random_state
+from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.rest import Tensors, laid_out
 from gs_compile.runtime.spans import Slice
 from gs_compile.runtime.storage.manifest import refuse_large
-from gs_compile.runtime.storage.stored import BUFFER, FORMAT, Manifest, StoredParameter, StoredPart
-from gs_compile.runtime.tiers import Tiers
+from gs_compile.runtime.storage.store import Store
+from gs_compile.runtime.storage.stored import BUFFER, FORMAT, Manifest, StoredParameter
 from gs_compile.version import __version__
 
 MOST_BUFFERS_NBYTES = 64 << 20  # that each commit writes: codebooks and projections, and no model's quantized weights
@@ -49,61 +52,53 @@ VERSIONS = {"greedysnake": __version__, "torch": str(torch.__version__), "python
 class Durable:
     """Which steps are committed, and what commits hold.
 
-    optimizer: returns it, while it lives. placed: the parameters. plan: what commits hold of the plan. captured, read:
-    see `note_buffers`, for the first call. former: the commit from which the run was resumed.
+    optimizer: is not kept alive. placed: the parameters; idle: those that no gradient has come to, which commits name.
+    plan: what commits hold of the plan. captured, read: see `note_buffers`, for the first call. former: the commit from
+    which the run was resumed. Raises as `check_buffers`.
     """
+
+    _is_open = False  # the last commit was made between two calls: schedulers and values may change after it
+    _random: Mapping[str, str] | None = None  # that the call under way has found
 
     def __init__(
         self,
-        optimizer: Callable[[], Optimizer | None],
-        tiers: Tiers,
+        optimizer: Optimizer,
+        commits: Commits,
         placed: Sequence[tuple[Slice, StoredParameter]],
+        idle: Idle,
         plan: Mapping[str, Any],
         captured: Captured,
         read: Mapping[str, torch.Tensor],
     ) -> None:
-        assert tiers.commits is not None, "no step is durable"
-        self.every = tiers.placement.durability
-        self._random: Mapping[str, str] | None = None  # that the call under way has found
+        setting, store = commits.setting, commits.store
+        self.every = setting.placement.durability
+        self.former, self.goes_on = store.former, store.former is not None
+        self._optimizer, self._ranks = weakref.ref(optimizer), setting.ranks
+        self._placed, self._idle = placed, idle
         self._kept: Mapping[str, Any] = {}  # by the user, for the commit that is due
         self._captures: list[Captured] = []  # of the calls so far
         self._read: dict[str, torch.Tensor] = {}  # the buffers that these have read, as the latest of them had them
-        self._optimizer, self._placed = optimizer, placed
-        self._beside: list[tuple[str, weakref.ref[nn.Module]]] = []
+        outside = list(_beside(optimizer, captured))
+        self._beside = [(name, weakref.ref(each)) for name, each in outside]
         self._left: dict[str, torch.Tensor] = {}  # the buffers of these at the end of the last step
-        if (found := optimizer()) is not None:
-            outside = list(_beside(found, captured))
-            self._beside += [(name, weakref.ref(each)) for name, each in outside]
-            found.kept.first_buffers |= dict.fromkeys(kept_buffers(outside), KEPT)
+        optimizer.kept.first_buffers |= dict.fromkeys(kept_buffers(outside), KEPT)
         self.note_buffers(captured, read)
-        self._tiers = tiers
-        setting = tiers.setting
-        self._fixed = {
+        self._fixed: dict[str, Any] = {
             "format": FORMAT,
+            "run": store.run,
             "versions": VERSIONS,
             "plan": dict(plan),
             "units": tuple(stored_units(setting.placement, setting.types)),
             "rank": setting.ranks.rank if setting.ranks else 0,
             "world": setting.placement.world,
-            "together": _name_of_run(tiers),
+            "together": _name_of_run(setting.ranks, store),
         }
         refuse_large({**self._fixed, "parameters": [each for _, each in placed]}, len(placed))
         self._num_steps = self._num_committed = 0  # of this process: that are over, and the last of them committed
-        self._is_open = False  # that commit was made between two calls: schedulers and values may change after it
-        self.former = setting.store.former if setting.store else None
-        self.goes_on = self.former is not None
-        tiers.commits.snapshot = self.snapshot
-
-    def follow(self, idle: Idle) -> None:
-        """Have commits name what no gradient has come to. By that of the run that goes on, one has come to others; the
-        buffers that it has are in all that follow. Raises as `check_buffers`.
-        """
-        self._idle, optimizer = idle, self._optimizer()
-        if self.former is None or optimizer is None:
-            return
-        optimizer.kept.first_buffers |= dict.fromkeys(check_buffers(self.former, self.buffers), KEPT)
-        if self.former.never is not None:
-            idle.wake({span for span, each in self._placed if each.name not in self.former.never})
+        commits.snapshot = self.snapshot
+        if (former := store.former) is not None:  # its buffers are in all that follow, and what has had a gradient
+            optimizer.kept.first_buffers |= dict.fromkeys(check_buffers(former, self.buffers), KEPT)
+            idle.wake({span for span, each in placed if former.never is not None and each.name not in former.never})
 
     def take_random_state(self) -> Mapping[str, str] | None:
         """The random state with which a resumed run begins; only the first caller gets it."""
@@ -162,7 +157,7 @@ class Durable:
         """
         optimizer = self._optimizer()
         has_lost = optimizer is not None and optimizer.kept.has_lost
-        is_unasked = self._tiers.setting.ranks is None and not has_lost
+        is_unasked = self._ranks is None and not has_lost
         self._num_steps, self._is_open = num_steps, self._is_open or always or is_unasked
         is_due = is_unasked and num_steps > self._num_committed and num_steps % self.every == 0
         first = -1 if self.goes_on else 0
@@ -179,45 +174,39 @@ class Durable:
         self._kept = optimizer.kept.snapshot(optimizer.param_groups)
         return True
 
-    @contextmanager
-    def within(self, random: Mapping[str, str] | None) -> Iterator[None]:
+    def within(self, random: Mapping[str, str] | None) -> AbstractContextManager[None]:
         """Commits that are issued inside the block, in a call, hold the random state at the beginning of the call."""
-        self._random = random
-        try:
-            yield
-        finally:
-            self._random = None
+        return replaced(vars(self), _random=random)
 
     def end_call(self, *, training: bool) -> None:
         """A call has issued its program."""
         self._is_open = self._is_open and not training
 
-    def snapshot(self) -> tuple[Callable[[tuple[StoredPart, ...]], Manifest], Tensors]:
-        """Everything of a commit except its files, as it is when the commit is issued."""
+    def snapshot(self) -> tuple[Manifest, Tensors]:
+        """Everything of a commit except its parts, as it is when the commit is issued."""
         self._num_committed = self._num_steps
-        optimizer, store = self._optimizer(), self._tiers.setting.store
+        optimizer = self._optimizer()
         assert optimizer is not None, "it was there as the call began"
-        assert store is not None, "commits need storage"
         rest = {**rest_of(optimizer), **self._changed_buffers(optimizer)}
         rest |= self._left if self._random is not None else {}
         step = optimizer.num_steps + optimizer.num_skipped
         if optimizer.kept.step is not None:  # where the first step begins again, it is from this commit
             optimizer.kept.step = step
-        facts = {
+        manifest = Manifest(
             **self._fixed,
-            "run": store.run,
-            "step": step,
-            "num_skipped": optimizer.num_skipped,
-            "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "optimizer": type(optimizer).__name__,
-            "components": optimizer.components,
-            "parameters": self._parameters(optimizer),
-            "never": tuple(each.name for span, each in self._placed if span in self._idle.untouched),
-            "random": dict(self._random or random_state()),
             **self._kept,
-            "rest": laid_out(rest),
-        }
-        return lambda parts: Manifest(parts=parts, **facts), rest
+            step=step,
+            num_skipped=optimizer.num_skipped,
+            written=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            optimizer=type(optimizer).__name__,
+            components=optimizer.components,
+            parameters=self._parameters(optimizer),
+            never=tuple(each.name for span, each in self._placed if span in self._idle.untouched),
+            random=dict(self._random or random_state()),
+            rest=laid_out(rest),
+            parts=(),
+        )
+        return manifest, rest
 
     def _parameters(self, optimizer: Optimizer) -> tuple[StoredParameter, ...]:
         """The parameters, with the number of steps that each has missed; frozen ones miss none."""
@@ -245,10 +234,9 @@ class Durable:
         }
 
 
-def _name_of_run(tiers: Tiers) -> str:
+def _name_of_run(ranks: Ranks | None, store: Store) -> str:
     """The name that the run has on all ranks; "" for one process, whose storage names it. All ranks call this."""
-    ranks, store = tiers.setting.ranks, tiers.setting.store
-    if ranks is None or store is None:
+    if ranks is None:
         return ""
     return store.former.together if store.former else ranks.from_first("the name of the run", lambda: store.run)
 
@@ -303,7 +291,7 @@ def give_back_rest(
         _refuse_made_before(args, optimizer, rest)
         give_back_values(optimizer, rest)
         give_back_buffers(buffers, rest)
-    _forget_shown(optimizer)
+    forget_shown(optimizer.state)  # the commit may have none
     give_back_states(optimizer, rest, anew=is_first)
 
 
@@ -341,13 +329,6 @@ def give_back_states(optimizer: Optimizer, rest: Tensors, *, anew: bool) -> None
         if component and number.isdecimal():
             found[beside[int(number)]][component] = values
     optimizer.state.update({each: state for each, state in found.items() if anew or each not in known})
-
-
-def _forget_shown(optimizer: Optimizer) -> None:
-    """Parameters beside the tiers show no state without values: the commit that a run goes on from may have none."""
-    for parameter, state in list(optimizer.state.items()):
-        if residency_of(parameter).tiered is None and not has_values(state):
-            del optimizer.state[parameter]
 
 
 def check_buffers(former: Manifest, buffers: Mapping[str, torch.Tensor]) -> list[str]:

@@ -91,17 +91,14 @@ class Engine(ParameterStore):
         try:
             super().__init__(tiers, self.options.storage[0], optimizer.components, optimizer.turn)
             self.sums = Sums(tiers)
-            plan = self.planning.planned.facts
-            buffers = call.compilation.captured, call.compilation.buffers(call.args)
-            placed = tuple(zip(layout.spans.values(), stored, strict=True))
-            self.durable = Durable(self._optimizer, tiers, placed, plan, *buffers) if tiers.commits else None
             spans = {call.args[index]: span for index, span in layout.spans.items()}
             self._parameters = [weakref.ref(each) for each in spans]
             trained = {i: span for i, span in layout.spans.items() if call.args[i].requires_grad}
             self.idle = Idle(trained, call.models[0].split.idle, counts=self.ranks is None)
             self.began_to_train = call.training  # with the call that it begins with
-            if self.durable is not None:
-                self.durable.follow(self.idle)
+            placed, plan = tuple(zip(layout.spans.values(), stored, strict=True)), self.planning.planned.facts
+            told = placed, self.idle, plan, call.compilation.captured, call.compilation.buffers(call.args)
+            self.durable = Durable(optimizer, tiers.commits, *told) if tiers.commits else None
             if self.durable is not None and self.durable.former is not None:
                 rest = take_up(self, spans, stored)
                 give_back_rest(optimizer, rest, call.args, self.durable.buffers)
@@ -233,7 +230,7 @@ class Engine(ParameterStore):
 
     def _new_record(self, losses: Sequence[Tensor], reached: Collection[Slice], *, zeroed: bool) -> StepRecord:
         """The record of the current step, with the optimizer's current settings."""
-        optimizer = self._optimizer()
+        optimizer = self.optimizer
         if optimizer is None:
             raise OptimizerError("the optimizer of this model is gone, so the model cannot be trained: keep it")
         record = optimizer.begin_step()
@@ -267,12 +264,12 @@ class Engine(ParameterStore):
     def add_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         """Add a gradient from outside to the sums of the step, after what is given in `.grad`."""
         take_given([parameter])
-        optimizer, home = self._optimizer(), residency_of(parameter).home
+        optimizer, home = self.optimizer, residency_of(parameter).home
         zeroed = is_zeroed([parameter]) and (optimizer is None or is_zeroed(optimizer.group_of))
         assert home is not None
         assert isinstance(home.store, Engine), "this one, or what has taken its place"
         engine = home.store.first_step.engine_for_gradient(home.store, zeroed=zeroed)
-        span = engine.trained_span(parameter)
+        span = residency_of(parameter).trained_span(engine)
         assert span is not None
         assert engine.record is not None, "sums are of a step"
         engine.idle.reach(engine.record, optimizer, {span})
@@ -389,10 +386,6 @@ class Engine(ParameterStore):
             self.open.abandon("a state of the optimizer was loaded")
         super().load_state(span, state)
         self.is_changed = True
-
-    def trained_span(self, parameter: Tensor) -> Slice | None:
-        """The span of a parameter that this engine trains; None for others."""
-        return residency_of(parameter).trained_span(self)
 
     @property
     def _units(self) -> list[Unit]:

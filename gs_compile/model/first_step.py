@@ -72,11 +72,8 @@ class FirstStep:
             optimizer.engine = engine = Engine(optimizer, call, self, prepared)
             self.engine = weakref.ref(engine)
             self._values.update(residency_of(call.args[index]) for index in engine.spans_of(call.args))
-            try:
+            with engine.tiers.whole():
                 _bring_states(optimizer, engine)
-            except BaseException as error:  # as in `Engine`
-                engine.tiers.fail(error)
-                raise
         for each in aliases:
             Alias.follow(*each)
         # `model.compile` ties a module into a reference cycle; it often goes with its optimizer, and its files with it.
@@ -272,18 +269,18 @@ class FirstStep:
 
 def _bring_states(optimizer: Optimizer, engine: Engine) -> None:
     """Give an engine and its optimizer the same states: those that were loaded, or those of the resumed run."""
-    former = engine.durable.former if engine.durable is not None else None
+    durable = engine.durable
+    former = durable.former if durable is not None else None
     optimizer.kept.values_have_come()
-    if former is None:
+    if durable is None or former is None:
         optimizer.load_into_engine()
     elif optimizer.kept.step is None:  # else `resume` has done so; what was set since then counts
-        assert engine.durable is not None, "it has a commit"
         optimizer.go_on(former)
-        optimizer.steps.missed = engine.durable.missed(optimizer, former)
+        optimizer.steps.missed = durable.missed(optimizer, former)
         optimizer.kept.step = former.step
         if optimizer.kept.user is None:
             optimizer.kept.user = former.user
-    for parameter in filter(engine.trained_span, optimizer.group_of):
+    for parameter in filter(optimizer.trained_span, optimizer.group_of):
         # In place of one that was loaded, where the run has its own; or the engine before had no use for it.
         if former is not None or parameter not in optimizer.state:
             optimizer.show_state(parameter)

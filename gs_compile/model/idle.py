@@ -24,9 +24,8 @@ class Idle:
 
     def __init__(self, trained: Mapping[int, Slice], never: Set[int], *, counts: bool) -> None:
         self._counts = counts
-        self.untouched = frozenset(span for number, span in trained.items() if number in never)
-        self._may_be = frozenset(trained.values()) - self.untouched if counts else frozenset()
-        self._woken: frozenset[Slice] = frozenset()
+        self._trained = frozenset(trained.values())
+        self._never = self.untouched = frozenset(span for number, span in trained.items() if number in never)
 
     @property
     def never(self) -> frozenset[Slice]:
@@ -35,22 +34,20 @@ class Idle:
 
     def wake(self, spans: Set[Slice]) -> None:
         """Some parameters have got gradients; for those of `never` it is the first one."""
-        woken = self.untouched & spans
-        self.untouched, self._woken = self.untouched - woken, self._woken | woken
-        self._may_be |= woken if self._counts else frozenset()
+        self.untouched -= spans
 
     def tell(self, record: StepRecord, optimizer: Optimizer, reached: Collection[Slice]) -> None:
         """Name in a step's record the parameters that its backward brings no gradient."""
         zeros = map(optimizer.trained_span, have_zeros(optimizer.group_of))
         come = {*reached, *(span for span in zeros if span is not None)}
         self.reach(record, optimizer, come)
-        record.idle = self._may_be - come
+        record.idle = self._trained - self.untouched - come if self._counts else frozenset()
 
-    def reach(self, record: StepRecord | None, optimizer: Optimizer | None, spans: Set[Slice]) -> None:
+    def reach(self, record: StepRecord, optimizer: Optimizer | None, spans: Set[Slice]) -> None:
         """Some parameters get gradients in the step of a record."""
-        if optimizer is not None and record is not None:
+        if optimizer is not None:
             self.wake(spans)
             counts = optimizer.steps.missed.items() if self._counts else ()
             found = ((optimizer.trained_span(parameter), number) for parameter, number in counts)
             record.missed = {span: n for span, n in found if span is not None and span not in self.untouched}
-            record.woken, record.idle = self._woken, record.idle - spans
+            record.woken, record.idle = self._never - self.untouched, record.idle - spans

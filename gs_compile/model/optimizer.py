@@ -24,6 +24,7 @@ from gs_compile.model import optimizer_state
 from gs_compile.model.given import Given
 from gs_compile.model.kept import Kept
 from gs_compile.model.parameter_store import ParameterStore, in_full, in_turn
+from gs_compile.model.replaced import replaced
 from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.model.settings import check_groups, check_norm, check_parameter, check_settings, check_state_dtype
 from gs_compile.model.step_count import StepCount
@@ -188,17 +189,15 @@ class Optimizer(torch.optim.Optimizer):
         optimizer_state.refuse_passed_on(self)
         self.kept.check_values()
         self.synchronize()
-        shown = self.state
-        if self.engine is not None or not self.steps.taken:
-            with torch.inference_mode(False):  # changes are counted
-                states = {p: self.stored_state(p) for p in self._parameters}
-            self.state = defaultdict(dict, {p: state for p, state in states.items() if state is not None})
-            self.given = [each for each in self.given if each.is_changed or each.values() is not None]
-            self.given += optimizer_state.given(self.state, shown)
-        try:
+        if self.engine is None and self.steps.taken:
             return super().state_dict()
-        finally:
-            self.state = shown
+        with torch.inference_mode(False):  # changes are counted
+            stored = {p: self.stored_state(p) for p in self._parameters}
+        states = defaultdict(dict, {p: state for p, state in stored.items() if state is not None})
+        self.given = [each for each in self.given if each.is_changed or each.values() is not None]
+        self.given += optimizer_state.given(states, self.state)
+        with replaced(vars(self), state=states):
+            return super().state_dict()
 
     @untraced
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -280,23 +279,16 @@ class Optimizer(torch.optim.Optimizer):
         if self.engine is None:
             return
         optimizer_state.warn_of_masters(self.engine, self.state)
+        optimizer_state.forget_shown(self.state)
         for parameter, state in list(self.state.items()):
-            span = self.trained_span(parameter)
-            if span is None:
-                is_read = residency_of(parameter).tiered is not None
-                if not is_read and not self._has_values(parameter):
-                    del self.state[parameter]  # as with torch, until it has a gradient
-                elif not is_offloaded(parameter):
-                    self.state[parameter] = {
-                        "step": self.steps.shown(parameter).clone(),
-                        **optimizer_state.copied(state),
-                    }
-                continue
-            if self._has_values(parameter) or not state:  # none: it begins at zeros
-                self.engine.load_state(span, state or dict.fromkeys(self.components_of(parameter)))
-                if not self.engine.num_steps:
-                    self.first_states[parameter] = state
-            self.show_state(parameter)
+            if (span := self.trained_span(parameter)) is not None:
+                if self._has_values(parameter) or not state:  # none: it begins at zeros
+                    self.engine.load_state(span, state or dict.fromkeys(self.components_of(parameter)))
+                    if not self.engine.num_steps:
+                        self.first_states[parameter] = state
+                self.show_state(parameter)
+            elif not is_offloaded(parameter):
+                self.state[parameter] = {"step": self.steps.shown(parameter).clone(), **optimizer_state.copied(state)}
 
     def show_state(self, parameter: Tensor, group: Group | None = None) -> None:
         """Show a parameter's state. group: see `components_of`."""

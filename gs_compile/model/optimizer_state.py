@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -145,6 +145,15 @@ def has_values(state: Mapping[str, Any]) -> bool:
     """Whether a state has values, and is not only the view of one on the tiers."""
     with without_overrides():
         return not all(torch.is_tensor(each) and each.is_meta for name, each in state.items() if name != "step")
+
+
+def forget_shown(states: MutableMapping[torch.Tensor, Mapping[str, Any]]) -> None:
+    """Drop the views of states whose parameters are not on the tiers: as with torch, these have none until there is a
+    gradient.
+    """
+    for parameter, state in list(states.items()):
+        if residency_of(parameter).tiered is None and not has_values(state):
+            del states[parameter]
 
 
 def copied(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def test_states_in_8_bits_move_their_bytes_and_come_back(harness, tmp_path):
             wanted = rounded(before["state"][number]["exp_avg_sq"], 1, "8bit")
             assert torch.equal(state["exp_avg_sq"], wanted)
         wide = harness.model.transformer.h[0].up.weight
-        span, whole = optimizer.engine.trained_span(wide), optimizer.stored_state(wide)["exp_avg"].flatten()
+        span, whole = optimizer.trained_span(wide), optimizer.stored_state(wide)["exp_avg"].flatten()
         part = replace(span, offset=span.offset + 2000, shape=(500,))  # as a rank's rows begin anywhere
         assert torch.equal(optimizer.engine.tiers.read_state(part, 1), whole[2000:2500])
 

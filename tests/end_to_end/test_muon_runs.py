@@ -189,7 +189,7 @@ def test_a_layer_is_cut_at_its_tensors(harness, tmp_path):
 
     def look(number, optimizer):
         layer = next(unit for unit in optimizer.engine.placement.units if unit.unit == 0)
-        spans = [optimizer.engine.trained_span(p) for p in harness.model.transformer.h[0].parameters()]
+        spans = [optimizer.trained_span(p) for p in harness.model.transformer.h[0].parameters()]
         ends = {0, *(span.offset for span in spans), layer.numel}
         assert all({part.start, part.stop} <= ends for part in layer.w.values())
         assert {group.when for group in layer.groups} == {"early", "late"}
