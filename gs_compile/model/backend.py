@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import fx
@@ -97,23 +97,24 @@ def greedysnake(
         checked = check(mode=mode, options=options)
         captured, ahead = cut_ahead(capture(module, example_inputs, partial(_detach, options=checked)))
     except GreedySnakeError as error:
-        return _Run(module, checked, None, _refusing(error)).run
-    compilation = Compilation(captured, checked)
-    return _Run(module, checked, compilation, partial(_begin, compilation), ahead).run
+        complete_guards()
+        return _Run(module, checked, refusal=(type(error), error.message)).run
+    return _Run(module, checked, Compilation(captured, checked), ahead).run
 
 
 @dataclass(eq=False, repr=False)
 class _Run:
-    """What runs in place of a captured graph. compilation: None if the graph is refused; begin: makes a `Call`.
+    """What runs in place of a captured graph. compilation: None if the graph is refused.
 
-    ahead: the code that runs before the model, on all samples at once.
+    ahead: the code that runs before the model, on all samples at once. refusal: the error of each call of a refused
+    graph, by class and message: its traceback would hold the model.
     """
 
     module: fx.GraphModule
     options: Options
-    compilation: Compilation | None
-    begin: Callable[[Sequence[Any], Ranks | None], Call]
+    compilation: Compilation | None = None
     ahead: Ahead | None = None
+    refusal: tuple[type[GreedySnakeError], str] = (GreedySnakeError, "")
     is_new: bool = field(default=True, init=False)  # until a call has succeeded
     is_as_written: bool = field(default=False, init=False)  # an evaluation that cannot be cut into layers
     tail: Tail | None = field(default=None, init=False)  # the code that runs after the model, on all samples at once
@@ -170,18 +171,18 @@ class _Run:
 
     def _begun(self, args: Sequence[Any], ranks: Ranks | None) -> Call:
         """The call, before anything has run. If outputs do not separate, their code becomes the model's tail."""
-        found = None
+        if self.compilation is None:  # the parameters may be on the tiers already
+            kind, message = self.refusal
+            raise kind(message)
         try:
-            return self.begin(args, ranks)
+            return _begin(self.compilation, args, ranks)
         except SeparationError as error:
-            if self.tail is None and self.compilation is not None:
-                found = self.compilation.without_tail(sizes_of(self.compilation, args))
+            found = self.compilation.without_tail(sizes_of(self.compilation, args)) if self.tail is None else None
             if found is None:
                 raise
             if ranks is not None:
                 raise SeparationError(f"{error.message}. {OF_ONE_RANK}") from error
         self.compilation, self.tail = found
-        self.begin = partial(_begin, self.compilation)
         return self._begun(args, ranks)
 
 
@@ -212,17 +213,6 @@ def _warn_of_reads(error: CaptureError, args: Sequence[Any]) -> None:
         UncapturedWarning,
         stacklevel=2,
     )
-
-
-def _refusing(error: GreedySnakeError) -> Callable[[Sequence[Any], Ranks | None], NoReturn]:
-    """A `begin` that raises a capture's error at each call; the parameters may be on the tiers already."""
-    complete_guards()
-    kind, message = type(error), error.message  # not the error: its traceback holds the model
-
-    def begin(args: Sequence[Any], ranks: Ranks | None) -> NoReturn:
-        raise kind(message)
-
-    return begin
 
 
 def _begin(compilation: Compilation, args: Sequence[Any], ranks: Ranks | None) -> Call:
@@ -349,10 +339,9 @@ def _refuse_other_options(parameters: Sequence[Any], options: Options) -> None:
     If a new optimizer was made since then, the run is planned again. A call that also reads parameters that are not on
     the tiers is that of another model.
     """
-    homes = [home for parameter in parameters if (home := residency_of(parameter).tiered) is not None]
-    if len(homes) < len(parameters):
+    if not all(residency_of(parameter).tiered for parameter in parameters):
         return
-    for engine in {home.store for home in homes}:
+    for engine in stores_of(parameters):
         assert isinstance(engine, Engine)
         settled, now = engine.options.by_name, options.by_name
         is_planned_anew = is_passed_on(engine, parameters)

@@ -20,7 +20,7 @@ from gs_compile.model.optimizer_state import has_values
 from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.model.saving import gather_when_saved
 from gs_compile.model.settings import OF_PARAMETERS
-from gs_compile.model.tiered_optimizer import TieredOptimizer, optimizers_of
+from gs_compile.model.tiered_optimizer import optimizers_of
 from gs_compile.options import Options
 from gs_compile.passes.baselines.registry import SCHEDULES
 from gs_compile.runtime.ranks import Ranks, ranks_of
@@ -33,15 +33,10 @@ from gs_compile.version import __version__
 OWN = ("storage", "group", "mesh", "progress", "report", "status")
 
 
-def _optimizer_of(args: Sequence[Any]) -> TieredOptimizer | None:
-    """The optimizer of the first parameter of a call that one of ours trains; each parameter has one at most."""
-    return next(optimizers_of(arg for arg in args if isinstance(arg, torch.nn.Parameter)), None)
-
-
 @contextmanager
 def turn(args: Sequence[Any]) -> Iterator[None]:
     """The lock that a call holds for the model whose parameters are among `args`: other threads wait for its end."""
-    optimizer = _optimizer_of(args)
+    optimizer = next(optimizers_of(args), None)
     with nullcontext() if optimizer is None else optimizer.turn, without_modes():
         yield
 
@@ -52,16 +47,16 @@ def meet(args: Sequence[Any], options: Options, compilation: Compilation | None)
     The first call waits for all of them, so that an error on one ends all. With an optimizer of ours they share the
     parameters, otherwise they average gradients. compilation: None if the model is refused.
     """
-    if (optimizer := _optimizer_of(args)) is not None:
+    parameters = [arg for arg in args if isinstance(arg, torch.nn.Parameter)]
+    if (optimizer := next(optimizers_of(parameters), None)) is not None:
         if optimizer.engine is not None:
             return optimizer.engine.ranks
-        if is_wrapped(next(arg for arg in args if isinstance(arg, torch.nn.Parameter))):
+        if is_wrapped(parameters[0]):
             raise OptimizerError(f"the model is in a DistributedDataParallel, and {REPLICATED}")
         ranks = ranks_of(options)
         if ranks is not None:  # each has a device of its own, and no other is to have anything of it
-            device_of(next(arg.device for arg in args if isinstance(arg, torch.nn.Parameter))).enter()
+            device_of(parameters[0].device).enter()
         return ranks
-    parameters = [arg for arg in args if isinstance(arg, torch.nn.Parameter)]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained or not torch.is_grad_enabled() or any(map(is_offloaded, parameters)):
         return None

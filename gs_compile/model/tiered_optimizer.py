@@ -255,7 +255,7 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
     return {} if optimizer is None or optimizer.last_step is None else optimizer.last_step.metrics()
 
 
-def optimizers_of(parameters: Iterable[Tensor]) -> Iterator[TieredOptimizer]:
-    """The gs_compile optimizers that were made for these parameters, and are alive."""
-    references = (residency_of(parameter).optimizer for parameter in parameters)
+def optimizers_of(args: Iterable[Any]) -> Iterator[TieredOptimizer]:
+    """The gs_compile optimizers that were made for the parameters among `args`, and are alive."""
+    references = (residency_of(arg).optimizer for arg in args if isinstance(arg, torch.nn.Parameter))
     return (found for reference in references if reference is not None and (found := reference()) is not None)
