@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import tempfile
@@ -17,12 +16,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from gs_compile.errors import LeftoverError, OptimizerError, ResumeError
+from gs_compile.errors import OptimizerError, ResumeError
 from gs_compile.model.resume import last_of, resume
 from gs_compile.model.tiered_optimizer import TieredOptimizer
 from gs_compile.options import Options
 from gs_compile.runtime.random_state import set_random_state
 from gs_compile.runtime.storage.folder import folder_in
+from gs_compile.runtime.storage.last_commit import left_over
 from gs_compile.runtime.storage.stored import Manifest
 
 log = logging.getLogger(__name__)
@@ -61,15 +61,11 @@ class DurableTrainer(_Trainer):  # type: ignore[misc]
         if commit is None:
             return given
         words = f"run {commit.run} at step {commit.step} ({commit.written}) in {folder_in(options.storage[0])}"
-        delete = f"greedysnake store gc --all {options.storage[0]}"
         if not given and options.resume is None:
-            what = (
-                f"a durable run has left a commit here: {words}. Resume it with "
-                'trainer.train(resume_from_checkpoint=True) or the option resume="auto", leave it and choose another '
-                f"storage=, or delete it: {delete}"
-            )
-            raise LeftoverError(errno.EEXIST, what, str(folder_in(options.storage[0])))
+            by = "trainer.train(resume_from_checkpoint=True)"
+            raise left_over(words, by, folder_in(options.storage[0]))
         if _NAME not in commit.states:
+            delete = f"greedysnake store gc --all {options.storage[0]}"
             raise ResumeError(f"{words} has no state of a Trainer: choose another storage=, or delete it: {delete}")
         state = commit.states[_NAME]["state"]
         own = (get_last_checkpoint(self.args.output_dir) if given is True else given) or None

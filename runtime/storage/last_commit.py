@@ -80,18 +80,22 @@ def last_commit(drives: Iterable[Drive], *, resume: bool, agree: Agree | None) -
         what = f"several runs have left commits here: {', '.join(known)}. Name the storage of the one that is to go on"
         raise LeftoverError(errno.EEXIST, what, str(next(iter(folders))))
     if known and not resume:
-        what = (
-            f"a durable run has left a commit here: {', '.join(known)}. Resume it with "
-            'gs_compile.resume(model, optimizer, storage=...) or the option resume="auto", leave it and choose another '
-            f"storage=, or delete it: greedysnake store gc --all {next(iter(folders)).parent}"
-        )
-        raise LeftoverError(errno.EEXIST, what, str(next(iter(folders))))
+        raise left_over(", ".join(known), "gs_compile.resume(model, optimizer, storage=...)", next(iter(folders)))
     newest = newest_of(left, agree)
     for commit, folder, is_made in left:
         if not is_made:
             is_next = newest is not None and step_of(commit) == step_of(newest)
             folders[folder].promote() if is_next else folders[folder].withdraw()
     return newest
+
+
+def left_over(found: str, resumed_by: str, folder: Path) -> LeftoverError:
+    """The error for commits in a folder that are not to be resumed; resumed_by: the call that would resume them."""
+    what = (
+        f'a durable run has left a commit here: {found}. Resume it with {resumed_by} or the option resume="auto", '
+        f"leave it and choose another storage=, or delete it: greedysnake store gc --all {folder.parent}"
+    )
+    return LeftoverError(errno.EEXIST, what, str(folder))
 
 
 def _beside(left: Iterable[Left], here: Iterable[Path]) -> list[Left]:
