@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from asked import asked_of_storage
 from torch import nn
 from torch.nn import functional
 
@@ -265,17 +266,14 @@ def moved(model: torch.nn.Module, optimizer: TieredOptimizer, ids: torch.Tensor)
     engine = optimizer.engine
     assert engine is not None
     engine.tiers.synchronize()
-    store = engine.tiers.setting.store
-    before = store.moved_nbytes.copy() if store else Counter()
     engine.tiers.trace.reset()
-    loss_of(model, ids).backward()
-    engine.tiers.synchronize()  # what is under way belongs to this step
-    optimizer.step()
-    optimizer.zero_grad()
+    with asked_of_storage() as found:
+        loss_of(model, ids).backward()
+        engine.tiers.synchronize()  # what is under way belongs to this step
+        optimizer.step()
+        optimizer.zero_grad()
     asked: Counter[tuple[str, str]] = Counter()
-    for (verb, label), nbytes in (
-        store.moved_nbytes - before if store else before
-    ).items():  # an extent's label begins with its kind
+    for (verb, label), nbytes in found.items():  # an extent's label begins with its kind
         kind = {"sw": "w", "ss": "s", "dw": "dw", "cw": "seal", "cs": "seal"}.get(label[:2], label[0])
         asked[f"ssd_{verb}", kind] += nbytes
     return Moved(

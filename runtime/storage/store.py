@@ -16,7 +16,7 @@ import errno
 import os
 import secrets
 import threading
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
@@ -67,8 +67,6 @@ class Store(contextlib.AbstractContextManager["Store"]):
         # may call it again.
         self._folders = threading.RLock()
         self._closed = False
-        self.counts = threading.Lock()
-        self.moved_nbytes: Counter[tuple[ssd.Verb, str]] = Counter()  # by direction and extent, asked for so far
         self._threads = threads
         system.allow_files()
         with contextlib.ExitStack() as self._opened:
@@ -292,8 +290,6 @@ class Extent:
             self.drives[drive].part(verb, self.files[drive], memory[begin : begin + size], at, self.label)
             for drive, at, begin, size in self.stripe.pieces(offset, memory.nbytes)
         ]
-        with self.store.counts:
-            self.store.moved_nbytes[verb, self.label] += memory.nbytes
         return Transfer(parts)
 
 

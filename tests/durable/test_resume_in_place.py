@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from asked import asked_of_storage
 from killed import Killed, Taken, clean, resumed, seed, steps
 from tiered import adamw, loss_of, options, shared, step, tokens
 
@@ -30,8 +31,9 @@ def moved(monkeypatch):
     found = Counter()
 
     def counted(store, *args, take_up=engine.take_up):
-        rest = take_up(store, *args)
-        for (verb, _), nbytes in store.tiers.setting.store.moved_nbytes.items():
+        with asked_of_storage() as asked:
+            rest = take_up(store, *args)
+        for (verb, _), nbytes in asked.items():
             found[verb] += nbytes
         return rest
 

@@ -105,14 +105,6 @@ def test_an_extent_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch):
         store.allocate("w3", MIB)
 
 
-def test_traffic_is_counted(store):
-    w3, w4, state = (store.allocate(name, 100) for name in ("w3", "w4", "sh"))
-    for extent in (w3, w4, state):
-        extent.write(torch.zeros(10)).wait()
-    w4.read(torch.zeros(3)).wait()
-    assert store.moved_nbytes == {("write", "w3"): 40, ("write", "w4"): 40, ("write", "sh"): 40, ("read", "w4"): 12}
-
-
 def test_closing_leaves_no_file_no_thread_and_no_descriptor(tmp_path):
     (tmp_path / "theirs").write_text("kept")
     threads, files = set(threading.enumerate()), open_files()
