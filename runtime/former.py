@@ -35,10 +35,10 @@ class FormerHomes(Homes):
         types = {each.unit: types_in(each) for each in store.former.units}
         super().__init__(Setting(placement, types, store, device_of(torch.device("cpu")), ranks))
         self.spans = {each.name: _span(each, types[each.unit]) for each in store.former.parameters}
+        self._store = store
 
     def at_home(self, value: Value) -> Any:
-        assert self.setting.store is not None
-        return self.setting.store.adopt(value._replace(tier=None).name)
+        return self._store.adopt(value._replace(tier=None).name)
 
 
 def _span(stored: StoredParameter, types: Types) -> Slice:

@@ -7,6 +7,7 @@ later (`move`, or the optimizer's update). A new kind of values is a case of `al
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,17 +24,15 @@ from gs_compile.runtime.units import CompiledUnits
 from gs_compile.runtime.values import tensors_of
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Handlers:
     """The operations of one step, by verb and kind; the coordinators carry them out."""
 
-    def __init__(
-        self, tiers: Tiers, placement: Placement, units: CompiledUnits, bindings: Bindings, number: int
-    ) -> None:
-        self.number = number  # of the step among those under way
-        self.tiers = tiers
-        self.placement = placement
-        self.units = units
-        self.bindings = bindings
+    tiers: Tiers
+    placement: Placement
+    units: CompiledUnits
+    bindings: Bindings
+    number: int  # of the step among those under way
 
     def allocate(self, verb: str, value: Value, source: Any, memory: torch.Tensor | None) -> Any:
         """The content of a result, which may not be filled yet.

@@ -151,7 +151,8 @@ class Homes:
         """
         if self.before_read is not None:
             self.before_read(span, number)
-        types, dtype = self.setting.types[span.unit], self._stored_dtype(span, number)
+        types = self.setting.types[span.unit]
+        dtype = self.dtype(span) if number is None else types.state[number]
         flat = map_memory(types.nbytes(number, span.numel * span.width))  # the heap would keep it, fragmented
         for value, start, target in self._pieces(span, number, flat):
             content = self.at_home(value)
@@ -171,7 +172,7 @@ class Homes:
         return found if dtype in EIGHT_BITS else found.view(span.shape)
 
     def _write(self, span: Slice, number: int | None, values: Tensor) -> None:
-        for value, start, source in self._pieces(span, number, _bytes_of(values)):
+        for value, start, source in self._pieces(span, number, bytes_of(values)):
             content = self.to_change(value)
             if isinstance(content, Extent):
                 content.write(source, start).wait()
@@ -197,9 +198,6 @@ class Homes:
     def _number(self, span: Slice, component: int) -> int:
         """A component's number in the state of its unit, which has masters also if this parameter has none."""
         return component + bool(self.setting.types[span.unit].has_master and span.dtype)
-
-    def _stored_dtype(self, span: Slice, number: int | None) -> torch.dtype:
-        return self.dtype(span) if number is None else self.setting.types[span.unit].state[number]
 
     def _pieces(
         self, span: Slice, number: int | None, flat: Tensor | None = None
@@ -234,7 +232,7 @@ def _bytes(content: Tensor, start: int, like: Tensor) -> Tensor:
     return content.view(torch.uint8)[start : start + len(like)]
 
 
-def _bytes_of(values: Tensor) -> Tensor:
+def bytes_of(values: Tensor) -> Tensor:
     """The bytes of values in their order. (A single element that is expanded has a stride of 0.)"""
     whole = values.contiguous()
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)

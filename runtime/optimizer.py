@@ -6,7 +6,7 @@ read serves one update.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -83,12 +83,8 @@ class OptimizerStep:
 
     def split(self, op: Op, gradient: Gradient | Tensor, targets: Sequence[Tensor]) -> None:
         """Copy the parts of a gradient off the device."""
-        whole = flat_of(gradient)
-        for value, target in zip(op.results, targets, strict=True):
-            at = 0
-            for part in self.setting.unit(value).dw[value.part].w:
-                self.setting.device.copy(target[at : at + part.numel], whole[part.start : part.stop])
-                at += part.numel
+        for source, target in self._shared(flat_of(gradient), op.results, targets):
+            self.setting.device.copy(target, source)
 
     def norm(self, op: Op, gradient: Gradient, sums: Sequence[Tensor], record: StepRecord) -> Reading:
         """Complete a gradient, and return its sum of squares; once one is not finite, nothing is updated any more.
@@ -107,13 +103,19 @@ class OptimizerStep:
 
     def _add(self, op: Op, flat: Tensor, sums: Sequence[Tensor], record: StepRecord) -> None:
         """Add the sums of earlier backwards of the step, if there were any, to a gradient, and store it as the sum."""
-        for value, total in zip(op.into, sums, strict=True):
+        for new, old in self._shared(flat, op.into, sums):
+            if record.adds:
+                new.add_(old.to(new.device))
+            old.copy_(new)
+
+    def _shared(
+        self, whole: Tensor, values: Sequence[Value], contents: Sequence[Tensor]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The elements that a gradient shares with values of it, in the one and in the other."""
+        for value, content in zip(values, contents, strict=True):
             at = 0
             for part in self.setting.unit(value).dw[value.part].w:
-                new, old = flat[part.start : part.stop], total[at : at + part.numel]
-                if record.adds:
-                    new.add_(old.to(new.device))
-                old.copy_(new)
+                yield whole[part.start : part.stop], content[at : at + part.numel]
                 at += part.numel
 
     def reduce_scatter(

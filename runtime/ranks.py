@@ -101,7 +101,7 @@ class Ranks:
         self.name = dist.get_rank()
         self.names = team.everyone
         self.timeout = TIMEOUT
-        self._mesh = partial(mesh_of, team)
+        self._team = team
         self.place = self.names.index(self.name)
         self._alarm: Alarm | None = None
         if not team.in_host_memory:
@@ -109,11 +109,9 @@ class Ranks:
         for group in team.in_host_memory:  # a rank that has ended has closed its connections, and this fails at once
             here = torch.zeros(1, device="cpu")
             self._finish("the meeting", here, partial(dist.all_reduce, here, group=group, async_op=True))
-        self._first_row = team.replicas[0]
         self._all, self._commits, self._row, self._column = groups = new_groups(team)
         self._updates: Any = None
         self._groups = list(groups) if team.is_world else []
-        self._join = partial(team.new_group, team.replicas, "gloo")
         self._alarm = alarm = Alarm(self.place, self.names, lambda value: self.agree("addresses", value))
         self.num_here = alarm.num_here
         alarm.where = _waits_for
@@ -131,7 +129,7 @@ class Ranks:
                 "shared by: take state dicts before it"
             )
         self.agree_on("taking a state dict")
-        return self._mesh()
+        return mesh_of(self._team)
 
     # On the lane -----------------------------------------------------------------------------------------------------
 
@@ -164,7 +162,7 @@ class Ranks:
     def open_updates(self) -> None:
         """Let `spread` be used; all ranks call it, before the first step."""
         if self._updates is None:
-            self._updates = self._join()
+            self._updates = self._team.new_group(self._team.replicas, "gloo")
             self._groups += [self._updates] * bool(self._groups)
 
     def spread(self, tensor: Tensor, source: int) -> None:
@@ -184,8 +182,9 @@ class Ranks:
 
     def broadcast(self, tensor: Tensor, source: int = 0, what: str = "broadcast") -> None:
         """All ranks get the values of rank `source` (of the group that shards), in place; host memory, contiguous."""
-        self.agree_on(f"{what} of {tuple(tensor.shape)}, {tensor.dtype}, from rank {self._first_row[source]}")
-        self._send(tensor.view(-1).view(torch.uint8), self._first_row[source], what)  # gloo knows no int16
+        name = self._team.replicas[0][source]
+        self.agree_on(f"{what} of {tuple(tensor.shape)}, {tensor.dtype}, from rank {name}")
+        self._send(tensor.view(-1).view(torch.uint8), name, what)  # gloo knows no int16
 
     def agree_on(self, what: str) -> None:
         """Raise `RankError` on all ranks if one of them calls this with another `what`."""
@@ -235,11 +234,8 @@ class Ranks:
         self.agree_on(what)
         content = torch.zeros(0, dtype=torch.uint8, device="cpu")
         if self.place == 0:
-            try:
+            with failing_together(self):
                 value = make()
-            except BaseException as error:
-                self.fail(error)
-                raise
             content = as_bytes(value)
         length = torch.tensor([len(content)], device="cpu")
         self._send(length, self.names[0], what)

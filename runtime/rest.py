@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from gs_compile.runtime.homes import bytes_of
 from gs_compile.runtime.storage.store import Extent, Store
 from gs_compile.runtime.storage.stored import REST, StoredTensor
 
@@ -25,7 +26,7 @@ class Rest:
         commit names once that commit is made.
         """
         old: Sequence[Extent] = ()
-        content = torch.cat([each.detach().cpu().contiguous().view(-1).view(torch.uint8) for each in tensors.values()])
+        content = torch.cat([bytes_of(each.detach().cpu()) for each in tensors.values()])
         if not self._files or self._files[0].nbytes != content.nbytes:  # the first step has made their states
             old = self._files
             self._files = [self._store.allocate(f"{REST}.{self._made + at}", content.nbytes) for at in range(2)]

@@ -19,7 +19,7 @@ from gs_compile.runtime.alarm import OF_US
 from gs_compile.runtime.commits import Commits
 from gs_compile.runtime.coordinators import Activations, Parameters, Setting
 from gs_compile.runtime.homes import Homes
-from gs_compile.runtime.lanes import Failure, Lane, Ticket, without_frames
+from gs_compile.runtime.lanes import Failure, Lane, Ticket, join_all, without_frames
 from gs_compile.runtime.optimizer import OptimizerStep
 from gs_compile.runtime.ranks import Ranks
 from gs_compile.runtime.slab import Segment, Slab
@@ -106,8 +106,7 @@ class Tiers(Homes):
         assert not self.closed, f"{value}: the tiers are closed"
         if value not in self.values.contents:  # on the device: allocated after the model's own memory is freed
             self._define(value)
-        for ticket in self.values.users.idle(value):
-            ticket.wait()
+        join_all(self.values.users.idle(value), None)
         return self.values.contents[value]
 
     def to_change(self, value: Value) -> Any:
@@ -216,16 +215,18 @@ class Tiers(Homes):
 
     def wait_for_commit(self) -> None:
         """Return when the commit that was issued last is made; raises as `check`."""
-        if self.commits is not None and self.commits.under_way is not None:
-            with contextlib.suppress(LaneError, RankError):  # what failed first is raised below
-                self.commits.under_way.wait()
-        self.check()
+        commit = self.commits.under_way if self.commits is not None else None
+        self._wait([] if commit is None else [commit])
 
     def synchronize(self) -> None:
         """Wait until all lanes are idle; raises as `check`."""
         self.check()
-        for ticket in [lane.submit("synchronize", lambda: None) for lane in self._lanes.values()]:
-            with contextlib.suppress(LaneError, RankError):  # what failed first is raised below
+        self._wait([lane.submit("synchronize", lambda: None) for lane in self._lanes.values()])
+
+    def _wait(self, tickets: Sequence[Ticket]) -> None:
+        """Wait until operations are done; raises what failed first, as `check`."""
+        for ticket in tickets:
+            with contextlib.suppress(LaneError, RankError):
                 ticket.wait()
         self.check()
 

@@ -175,11 +175,11 @@ class Call:
     def _averaged(self, ranks: Ranks, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients, those of parameters in memory averaged over all ranks; None if no rank has one."""
         ever, inputs = self.models[0].split.reached(), self.compilation.captured.inputs
-        trained = zip(self.trained_numbers, self.trained, strict=True)
-        own = [
-            (inputs[number].path, arg) if isinstance(arg, torch.nn.Parameter) and number in ever else None
-            for number, arg in trained
-        ]
+        own = {
+            place: (inputs[number].path, arg)
+            for place, number in enumerate(self.trained_numbers)
+            if isinstance(arg := self.args[number], torch.nn.Parameter) and number in ever
+        }
         return averaged_of_any(ranks, gradients, own)
 
     def _forward_again(self) -> None:

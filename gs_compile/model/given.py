@@ -14,6 +14,7 @@ from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from gs_compile.capture.internals import changes, num_holders
+from gs_compile.runtime.homes import bytes_of
 
 END_NBYTES = 4096  # of each end of a tensor's memory: to read all of it would be one more pass over the model
 
@@ -77,6 +78,5 @@ def state_of(tensor: Tensor) -> tuple[int, int]:
     """
     if type(tensor) is not Tensor or tensor.layout != torch.strided:
         return changes(tensor), 0
-    whole = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    flat = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
+    flat = bytes_of(tensor.detach().cpu().resolve_conj().resolve_neg())
     return changes(tensor), xxh3_64_intdigest(flat.numpy().data)

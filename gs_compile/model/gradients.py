@@ -49,11 +49,10 @@ def have_zeros(parameters: Iterable[Tensor]) -> list[Tensor]:
     """The parameters whose gradient was set to zero in place, or given as zeros: torch updates them, even if no other
     gradient comes. (Other given gradients have been taken by `take_given`.)
     """
-    found = ((each, residency_of(each).gradient) for each in parameters if is_offloaded(each))
-    with without_overrides():
-        grads = [(each, each.grad, mark) for each, mark in found]
     return [
-        each for each, grad, mark in grads if grad is not None and (mark is None or grad is not mark or mark.is_zeroed)
+        each
+        for each, grad, mark in _grads(parameters)
+        if grad is not None and (mark is None or grad is not mark or mark.is_zeroed)
     ]
 
 
@@ -61,9 +60,7 @@ def take_given(parameters: Iterable[Tensor], is_idle: Callable[[Tensor], bool] =
     """Add the gradients that a script has put in `.grad` to the sums of the step: zeros only to those of parameters to
     which no backward of the step has brought any, as torch would not update these otherwise.
     """
-    with without_overrides():
-        grads = [(each, each.grad) for each in parameters if is_offloaded(each)]
-    others = [(each, grad) for each, grad in grads if grad is not None and grad is not residency_of(each).gradient]
+    others = [(each, grad) for each, grad, mark in _grads(parameters) if grad is not None and grad is not mark]
     given = [(p, grad) for p, grad in others if isinstance(grad, UnavailableGradient) or is_idle(p) or bool(grad.any())]
     left = dict(given)
     try:
@@ -146,7 +143,12 @@ def is_zeroed(arguments: Iterable[Any]) -> bool:
 
 
 def _marks(arguments: Iterable[Any]) -> list[tuple[Tensor, Tensor | None, UnavailableGradient]]:
-    """The parameters among the arguments that a backward has marked, with their current `.grad` and their marks."""
-    found = ((each, residency_of(each).gradient) for each in arguments if is_offloaded(each))
+    """Those of `_grads` that a backward has marked."""
+    return [(each, grad, mark) for each, grad, mark in _grads(arguments) if mark is not None]
+
+
+def _grads(arguments: Iterable[Any]) -> list[tuple[Tensor, Tensor | None, UnavailableGradient | None]]:
+    """The offloaded parameters among the arguments, with their current `.grad` and the mark that they have."""
+    found = [(each, residency_of(each).gradient) for each in arguments if is_offloaded(each)]
     with without_overrides():
-        return [(each, each.grad, mark) for each, mark in found if mark is not None]
+        return [(each, each.grad, mark) for each, mark in found]

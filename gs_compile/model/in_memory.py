@@ -199,17 +199,16 @@ def averaged(ranks: Ranks, gradients: Sequence[Tensor]) -> list[Tensor]:
 
 
 def averaged_of_any(
-    ranks: Ranks, gradients: Sequence[Tensor | None], parameters: Sequence[tuple[str, Tensor] | None]
+    ranks: Ranks, gradients: Sequence[Tensor | None], parameters: Mapping[int, tuple[str, Tensor]]
 ) -> list[Tensor | None]:
     """The mean over all ranks of each gradient whose parameter is given, None if no rank has one; others unchanged.
 
-    parameters: with their names, which are the same on all ranks.
+    parameters: by the places of their gradients, with their names, which are the same on all ranks.
     """
-    own = {place: each for place, each in enumerate(parameters) if each is not None}
-    given = [gradients[place] for place in own]
-    adds = ", in one more backward" * any(parameter.grad is not None for _, parameter in own.values())
-    means = _means(ranks, list(own.values()), given, [each is not None for each in given], adds)
-    found = {place: means[number] for number, place in enumerate(own) if number in means}
+    given = [gradients[place] for place in parameters]
+    adds = ", in one more backward" * any(parameter.grad is not None for _, parameter in parameters.values())
+    means = _means(ranks, list(parameters.values()), given, [each is not None for each in given], adds)
+    found = {place: means[number] for number, place in enumerate(parameters) if number in means}
     return [found.get(place, gradient) for place, gradient in enumerate(gradients)]
 
 

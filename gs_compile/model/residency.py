@@ -250,7 +250,8 @@ class Residency:
         def take() -> None:
             self._write(parameter, values)
             self.num_replaced += 1
-            self.left = [weakref.ref(own) for own in kept if not (shares_memory(own, values) or self._is_stash(own))]
+            current = [each for each in (values, self.stash) if each is not None]
+            self.left = [weakref.ref(own) for own in kept if not any(shares_memory(each, own) for each in current)]
             for own in kept:
                 if shares_memory(own, values):
                     self._show(own, False)
@@ -260,10 +261,6 @@ class Residency:
     def has_left(self, values: Tensor) -> bool:
         """Whether a tensor was one of `shown_value`, or a view of one, before ``parameter.data = values``."""
         return any((own := each()) is not None and shares_memory(own, values) for each in self.left)
-
-    def _is_stash(self, values: Tensor) -> bool:
-        """Whether a tensor shares the memory of the stash."""
-        return self.stash is not None and shares_memory(self.stash, values)
 
     def add_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         """Add a gradient from outside of the compiled model to the model's own.
