@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from gs_compile.capture.internals import untraced
 from gs_compile.errors import OptimizerError
 from gs_compile.model.settings import check_torch_settings
 from gs_compile.model.tiered_optimizer import TieredOptimizer
@@ -11,6 +13,7 @@ from gs_compile.runtime import kernels
 from gs_compile.runtime.formats import StateType
 from gs_compile.runtime.kernels import ADAM, ADAMW, LION
 from gs_compile.runtime.step_record import StepRecord
+from gs_compile.runtime.storage.stored import Manifest
 
 
 class AdamW(TieredOptimizer):
@@ -97,7 +100,7 @@ class SGD(TieredOptimizer):
     def as_set(self) -> StepRecord:
         """Raises OptimizerError also where a dampened momentum begins after the first step."""
         record = super().as_set()
-        own = {number for number, group in enumerate(self.param_groups) if group["momentum"]}
+        own = self._with_momentum
         begun = self._begun if self.steps.taken and self._begun is not None else own
         if any(self.param_groups[number]["dampening"] for number in own - begun):
             raise OptimizerError(
@@ -107,6 +110,19 @@ class SGD(TieredOptimizer):
             )
         self._begun = begun | own
         return record
+
+    def go_on(self, former: Manifest) -> None:
+        super().go_on(former)
+        self._begun = self._with_momentum
+
+    @untraced
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._begun = self._with_momentum
+
+    @property
+    def _with_momentum(self) -> set[int]:
+        return {number for number, group in enumerate(self.param_groups) if group["momentum"]}
 
 
 class Lion(TieredOptimizer):

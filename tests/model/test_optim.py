@@ -207,23 +207,6 @@ def test_a_setting_is_checked_again_when_it_is_used(tmp_path):
             loss.backward()
 
 
-def test_a_dampened_momentum_that_begins_late_is_refused(tmp_path):
-    """Fault: the gradient that it begins with was dampened, which torch does not."""
-
-    def make(groups):
-        return gs_compile.SGD([groups[0], {**groups[1], "momentum": 0.0}], lr=0.1, momentum=0.9)
-
-    with learner(tmp_path, make) as one:
-        one.train(0)
-        (group := one.optimizer.param_groups[1]).update(momentum=0.9, dampening=0.5)
-        with pytest.raises(OptimizerError, match="torch does not dampen the gradient that a momentum begins with"):
-            one.train(1)
-        group["dampening"] = 0.0
-        one.train(2)
-        group["dampening"] = 0.5
-        one.train(3)
-
-
 def test_all_that_is_trained_needs_an_optimizer_before_the_first_step(tmp_path):
     with learner(tmp_path, lambda groups: gs_compile.AdamW(groups[:1])) as one:
         with pytest.raises(OptimizerError, match="is trained, but the gs_compile optimizer does not have it"):
