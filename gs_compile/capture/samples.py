@@ -83,6 +83,12 @@ IMPLICIT = frozenset("softmax log_softmax softmin".split())  # their default dep
 # Operations of linear algebra work on matrices, in the last two dimensions; these do not.
 OF_VECTORS = frozenset("norm vector_norm matrix_norm vecdot cross matmul multi_dot vander diagonal".split())
 ORDERING = {"sort": _LAST, "argsort": _LAST, "topk": (2, (-1,))}
+# These tell the place of an entry.
+POINTING: dict[str, tuple[int, tuple[int, ...] | None]] = {
+    **dict.fromkeys("argmax argmin max min median nanmedian".split(), (1, None)),
+    "mode": _LAST,
+    "kthvalue": (2, (-1,)),
+}
 BY_INDICES = {**dict.fromkeys(PICKING, _LAST), **dict.fromkeys(("take", "take_along_dim"), (2, None))}
 LAST_DIMENSIONS = frozenset("layer_norm rms_norm native_layer_norm".split())  # as many of these as they are given
 # These read neighbours along the dimensions from this one on, or normalise over them.
@@ -235,6 +241,8 @@ def why_it_runs_along(node: fx.Node, name: str) -> str:
     spec = next(filter(None, map(tensor_spec, node.all_input_nodes)), None)
     if spec is None or not spec.shape:
         return ""
+    if name in POINTING and not _points_among_floats(node, spec):
+        return ""
     is_pick = name in ("getitem", "setitem", "index_put") and block_of(node) is None and _picks_samples(node, spec)
     is_by_indices = name in BY_INDICES or (name in ORDERING and not spec.dtype.is_floating_point)
     is_trusted = is_by_indices and block_of(node) is not None
@@ -242,6 +250,13 @@ def why_it_runs_along(node: fx.Node, name: str) -> str:
         return ""
     is_attention = node.target is functional.multi_head_attention_forward
     return ALONG_SAMPLES + (" (give the module batch_first=True)" if is_attention else "")
+
+
+def _points_among_floats(node: fx.Node, spec: TensorSpec) -> bool:
+    """Whether an operation of `POINTING` is inside a block, where its place is trusted, and reads one tensor of floats:
+    outside of blocks no operation by that place is trusted, and integers are of experts.
+    """
+    return block_of(node) is not None and spec.dtype.is_floating_point and len(node.all_input_nodes) == 1
 
 
 def picks_of_equals(node: fx.Node, name: str) -> bool:
@@ -358,7 +373,7 @@ def _dimensions(node: fx.Node, name: str, spec: TensorSpec) -> tuple[int, ...]:
         return found
     if name.startswith("linalg_") and name.removeprefix("linalg_") not in OF_VECTORS:
         return (-2, -1) if rank > 1 else ()
-    if (known := {**ALONG_DIMENSIONS, **ORDERING, **BY_INDICES}.get(name)) is None:
+    if (known := {**ALONG_DIMENSIONS, **ORDERING, **POINTING, **BY_INDICES}.get(name)) is None:
         return ()
     place, otherwise = known
     named: list[Any] = [node.kwargs[key] for key in ("dim", "dims", "dimension", "axis") if key in node.kwargs]
