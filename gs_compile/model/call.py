@@ -23,14 +23,17 @@ from torch.autograd.function import once_differentiable
 from gs_compile.capture.exchange import first_exchange
 from gs_compile.capture.internals import without_modes, without_overrides, without_packing
 from gs_compile.codegen.compiled import Compilation, SpecializedModel
-from gs_compile.errors import GreedySnakeError, OutputGradientError
+from gs_compile.errors import GreedySnakeError, OutputGradientError, StepOrderError
+from gs_compile.model.aliases import is_plain
+from gs_compile.model.given import state_of
 from gs_compile.model.in_memory import averaged_of_any
 from gs_compile.model.inspection import report
 from gs_compile.model.outputs import Gradients, Outputs
+from gs_compile.model.stand_in import address
 from gs_compile.program.ir import EPILOGUE, StepShape, Unit, Value
 from gs_compile.runtime.executor import Executor
 from gs_compile.runtime.ranks import Ranks, failing_together
-from gs_compile.runtime.stream import deterministic, without_autocast
+from gs_compile.runtime.stream import deterministic, is_in_host_memory, without_autocast
 from gs_compile.runtime.units import CompiledUnits, WholeBatch
 
 log = logging.getLogger(__name__)
@@ -54,6 +57,7 @@ class Call:
     shape: StepShape = field(init=False)  # the parts of the step, as the forward has begun
     executor: Executor = field(init=False, repr=False)  # that has run the forward
     losses: Sequence[torch.Tensor] = field(init=False, default=())
+    contents: Sequence[Any] = field(init=False, default=())  # of what the forward has read, by `_contents`
     node: weakref.ref[Any] | None = field(init=False, default=None)  # of autograd, which the call lives with
     returned: Sequence[weakref.ref[torch.Tensor]] = field(init=False, default=())  # the outputs that lead to it
 
@@ -111,7 +115,16 @@ class Call:
         self.losses = [content.detach().clone() for content, output in pairs if output.kind == "loss"]
         for value in [v for v in executor.env if v.kind in ("y", "loss")]:
             del executor.env[value]
+        self.contents = self._contents if self.training else ()
         return tensors
+
+    @property
+    def _contents(self) -> list[Any]:
+        """An object for each tensor in host memory that the forward reads. It differs once the tensor was changed, also
+        where torch does not count it; if that is not of the batch, once its memory or its first element differs.
+        """
+        read = ((index, each) for index, each in enumerate(self.read) if is_plain(each) and is_in_host_memory(each))
+        return [state_of(each) if index in self.models[0].batch else _look_of(each) for index, each in read]
 
     @property
     def turn(self) -> AbstractContextManager[Any]:
@@ -119,7 +132,14 @@ class Call:
         return nullcontext()
 
     def check(self, node: Any, gradients: Gradients) -> None:
-        """Raise if a backward asks for gradients that the call cannot give."""
+        """Raise if a backward asks for gradients that the call cannot give, or if what it has read is another now."""
+        if self.contents != self._contents:
+            raise StepOrderError(
+                "the batch, a parameter or a buffer was changed between the forward and its backward, by .data or as "
+                "an array of numpy: layers run their forward again in the backward, and would read other values. Pass "
+                "the model tensors that keep their memory, as batch.clone() makes them, and change what the model has "
+                "after the backward. Nothing was updated"
+            )
         self.outputs.refuse_watched([each() for each in self.returned], gradients, self.compilation.captured)
 
     def prepare(self, gradients: Gradients) -> None:
@@ -229,6 +249,11 @@ def _held(arg: Any) -> Any:
     """
     is_buffer = isinstance(arg, torch.Tensor) and not isinstance(arg, torch.nn.Parameter) and not arg.requires_grad
     return arg.detach() if is_buffer else arg
+
+
+def _look_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Where a tensor's memory is, and its first element."""
+    return address(tensor), repr(tensor.as_strided((), ()).item()) if tensor.numel() else ""
 
 
 class _Step(torch.autograd.Function):
