@@ -354,10 +354,15 @@ def _bound(args: Any) -> float | None:
 
 
 def _check(trainer: Any, options: Mapping[str, Any]) -> None:
-    """Raise OptionError for what is not supported, before anything is compiled."""
+    """Raise OptionError for what is not supported, before anything is compiled; warn of numbers that would be wrong."""
     from transformers import Trainer
 
     args, kind = trainer.args, type(trainer)
+    if hasattr(trainer, "_on_policy_loss_total") and 0 < args.lmbda < 1 and args.gradient_accumulation_steps > 1:
+        log.warning(
+            "on_policy_loss and off_policy_loss in the log count the loss of a step for its last batch, and zeros for "
+            "the others, of which some are of the other kind: all batches of a step have one backward"
+        )
     reasons = {
         "deepspeed: leave it out, the backend replaces it": args.deepspeed is not None,
         "fsdp: leave it out, the backend replaces it": bool(args.fsdp),

@@ -240,11 +240,13 @@ def test_a_reference_that_is_not_there(tmp_path):
         gs_compile.hf.attach(dpo(tmp_path), storage=tmp_path, reference={})
 
 
-def test_what_cannot_be_followed_is_refused(tmp_path):
+def test_what_cannot_be_followed_is_refused(tmp_path, caplog):
     trainer = sft(tmp_path)
-    trainer.args.activation_offloading = True
+    trainer._on_policy_loss_total, trainer.args.lmbda = 0.0, 0.5  # as GOLDTrainer has
+    trainer.args.activation_offloading, trainer.args.gradient_accumulation_steps = True, 2
     with pytest.raises(OptionError, match="the inputs of layers are stored anyway"):
         gs_compile.hf.attach(trainer, storage=tmp_path)
+    assert "on_policy_loss and off_policy_loss in the log" in caplog.text, "fault: without a word"
     trainer.args.activation_offloading, trainer._forward_redirection = False, None  # as DistillationTrainer has
     with pytest.raises(OptionError, match="SFTTrainer calls parts of its model"):
         gs_compile.hf.attach(trainer, storage=tmp_path)
