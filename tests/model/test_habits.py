@@ -17,6 +17,7 @@ from learner import learner, same_tensors
 from safetensors.torch import load, save, save_model
 from tiered import tokens
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.func import functional_call
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -272,6 +273,10 @@ REFUSED = {
     ),
     "resize_token_embeddings": (lambda m: m.resize_token_embeddings(80), "cannot be given .data of shape"),
     "p.register_hook": (lambda m: weight(m).register_hook(print), "gives its gradient to its update alone"),
+    "register_multi_grad_hook": (
+        lambda m: register_multi_grad_hook([*m.parameters()], print),
+        "gives its gradient to its update alone",
+    ),
     "int(p.data_ptr())": (lambda m: int(weight(m).data_ptr()), "has no memory of its own"),
     "an eager backward": (
         lambda m: m.forward(input_ids=tokens(3), labels=tokens(3)).loss.backward(),
