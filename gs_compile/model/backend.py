@@ -249,7 +249,7 @@ def _on_tiers(call: Call, engine: Engine, random: Mapping[str, str] | None) -> T
     elif trains_others(engine, call.args):
         engine = train_others(engine, call)
     if engine.durable is not None and random is not None:
-        if (before := engine.durable.take_random_state()) is not None:
+        if (before := engine.durable.take_random_state(random)) is not None:
             set_random_state(random := dict(before))
             call.units.seed = _seed(models, call.units.whole)
         engine.durable.note_buffers(call.compilation.captured, call.compilation.buffers(call.args))

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ from torch import nn
 from gs_compile.capture.graph import Captured, buffers_of
 from gs_compile.errors import ResumeError
 from gs_compile.model.aliases import is_plain
-from gs_compile.model.given import state_of
+from gs_compile.model.drawn import Drawn, first_state
+from gs_compile.model.given import mark_of, state_of
 from gs_compile.model.idle import Idle
 from gs_compile.model.in_memory import modules_beside, parameters_in_memory
 from gs_compile.model.optimizer import Optimizer
@@ -78,6 +80,7 @@ class Durable:
         self._kept: Mapping[str, Any] = {}  # by the user, for the commit that is due
         self._captures: list[Captured] = []  # of the calls so far
         self._read: dict[str, torch.Tensor] = {}  # the buffers that these have read, as the latest of them had them
+        self._resting: dict[str, weakref.ref[torch.Tensor]] = {}  # frozen parameters that these have in memory
         outside = list(_beside(optimizer, captured))
         self._beside = [(name, weakref.ref(each)) for name, each in outside]
         self._left: dict[str, torch.Tensor] = {}  # the buffers of these at the end of the last step
@@ -95,21 +98,27 @@ class Durable:
         }
         refuse_large({**self._fixed, "parameters": [each for _, each in placed]}, len(placed))
         self._num_steps = self._num_committed = 0  # of this process: that are over, and the last of them committed
+        self._drawn = Drawn()
         commits.snapshot = self.snapshot
         if (former := store.former) is not None:  # its buffers are in all that follow, and what has had a gradient
-            optimizer.kept.first_buffers |= dict.fromkeys(check_buffers(former, self.buffers), KEPT)
+            known = self.buffers
+            if optimizer.kept.step is not None:  # they have their values, also those that an evaluation reads
+                known = dict(chain.from_iterable(_parameters_of(each.modules) for each in self._captures)) | known
+            optimizer.kept.first_buffers |= dict.fromkeys(check_buffers(former, known), KEPT)
             idle.wake({span for span, each in placed if former.never is not None and each.name not in former.never})
 
-    def take_random_state(self) -> Mapping[str, str] | None:
-        """The random state with which a resumed run begins; only the first caller gets it."""
+    def take_random_state(self, now: Mapping[str, str] | None = None) -> Mapping[str, str] | None:
+        """The random state with which a resumed run begins; only the first caller gets it. now: see `first_state`."""
         former, self.former = self.former, None
         optimizer = self._optimizer()
-        return former.random if former and optimizer and not optimizer.kept.has_random_state else None
+        return first_state(former, now) if former and optimizer and not optimizer.kept.has_random_state else None
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
-        """All buffers of the model, and of modules outside of it that the optimizer trains, by name, as they are."""
-        found = dict(self._read)
+        """All buffers of the model, and of modules outside of it that the optimizer trains, by name, as they are. The
+        model's frozen parameters that no step reads are among them.
+        """
+        found = {name: each for name, known in self._resting.items() if is_plain(each := known())} | self._read
         for captured in self._captures:
             found |= captured.buffers()
         return found | self._buffers_beside
@@ -120,6 +129,7 @@ class Durable:
 
     def end_step(self) -> None:
         """A step has ended. What is ahead of the model may change its buffers before the call that commits the step."""
+        self._drawn.end_step()
         optimizer = self._optimizer()
         kept = optimizer.kept.first_buffers if optimizer is not None else {}
         self._left = {f"{BUFFER}{n}": each.clone() for n, each in self._buffers_beside.items() if n in kept}
@@ -135,8 +145,10 @@ class Durable:
             return
         self._captures.append(captured)
         always = kept_buffers(captured.modules)
-        for name, each in {**read, **captured.buffers(persistent=True)}.items():
-            first = KEPT if name in always else (weakref.ref(each), state_of(each))
+        frozen = resting(captured.modules)
+        self._resting |= {name: weakref.ref(each) for name, each in frozen.items()}
+        for name, each in {**read, **captured.buffers(persistent=True), **frozen}.items():
+            first = KEPT if name in always else (weakref.ref(each), _state_of(each))
             optimizer.kept.first_buffers.setdefault(name, first)
 
     def marks(self, num_steps: int) -> dict[str, bool]:
@@ -144,7 +156,7 @@ class Durable:
 
         A step that was committed between two calls is committed again: what has changed since then belongs to it.
         """
-        self._num_steps = num_steps
+        self._num_steps, self._drawn.is_between_calls = num_steps, False
         is_due = num_steps > max(0, self._num_committed - self._is_open) and num_steps % self.every == 0
         return {"copies": (num_steps + 1) % self.every == 0, "seals": self._keeps(is_due=is_due)}
 
@@ -159,6 +171,7 @@ class Durable:
         has_lost = optimizer is not None and optimizer.kept.has_lost
         is_unasked = self._ranks is None and not has_lost
         self._num_steps, self._is_open = num_steps, self._is_open or always or is_unasked
+        self._drawn.is_between_calls = True
         is_due = is_unasked and num_steps > self._num_committed and num_steps % self.every == 0
         first = -1 if self.goes_on else 0
         is_asked = always and num_steps > max(first, self._num_committed - self._is_open)
@@ -181,6 +194,8 @@ class Durable:
     def end_call(self, *, training: bool) -> None:
         """A call has issued its program."""
         self._is_open = self._is_open and not training
+        if training:
+            self._drawn.end_call(self._random)
 
     def snapshot(self) -> tuple[Manifest, Tensors]:
         """Everything of a commit except its parts, as it is when the commit is issued."""
@@ -190,6 +205,7 @@ class Durable:
         rest = {**rest_of(optimizer), **self._changed_buffers(optimizer)}
         rest |= self._left if self._random is not None else {}
         step = optimizer.num_steps + optimizer.num_skipped
+        optimizer.kept.has_norm |= optimizer.max_grad_norm != optimizer.first_norm
         if optimizer.kept.step is not None:  # where the first step begins again, it is from this commit
             optimizer.kept.step = step
         manifest = Manifest(
@@ -203,6 +219,9 @@ class Durable:
             parameters=self._parameters(optimizer),
             never=tuple(each.name for span, each in self._placed if span in self._idle.untouched),
             random=dict(self._random or random_state()),
+            drawn=self._drawn.told(self._random),
+            num_batches=optimizer.kept.num_batches,
+            norm=(optimizer.max_grad_norm,) if optimizer.kept.has_norm else (),
             rest=laid_out(rest),
             parts=(),
         )
@@ -230,8 +249,26 @@ class Durable:
         return {
             f"{BUFFER}{name}": each
             for name, each, first, state in known
-            if first() is not each or state != state_of(each)
+            if first() is not each or state != _state_of(each)
         }
+
+
+def resting(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, torch.Tensor]:
+    """The frozen parameters in memory that modules have, by name: no step reads them, and a script may change them, as
+    those of a target network.
+    """
+    return {name: each for name, each in _parameters_of(modules) if is_plain(each) and not each.requires_grad}
+
+
+def _parameters_of(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in modules:
+        for name, each in module.named_parameters(recurse=False, remove_duplicate=False):
+            yield f"{prefix}{name}", each
+
+
+def _state_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Numbers that differ once a tensor was changed: of parameters, which may be many bytes, as each commit asks."""
+    return mark_of(tensor) if isinstance(tensor, nn.Parameter) else state_of(tensor)
 
 
 def _name_of_run(ranks: Ranks | None, store: Store) -> str:

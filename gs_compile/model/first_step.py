@@ -67,7 +67,7 @@ class FirstStep:
                 agree(call.ranks, call, optimizer)
             refuse_overlaps(call.compilation.captured.inputs, call.args)
             aliases = aliases_of(call.args)
-            optimizer.first_group_of = optimizer.group_of
+            optimizer.first_group_of, optimizer.first_norm = optimizer.group_of, optimizer.max_grad_norm
             optimizer.kept.note_modules(call.compilation.captured.modules)
             optimizer.engine = engine = Engine(optimizer, call, self, prepared)
             self.engine = weakref.ref(engine)
@@ -277,7 +277,7 @@ def _bring_states(optimizer: Optimizer, engine: Engine) -> None:
     elif optimizer.kept.step is None:  # else `resume` has done so; what was set since then counts
         optimizer.go_on(former)
         optimizer.steps.missed = durable.missed(optimizer, former)
-        optimizer.kept.step = former.step
+        optimizer.kept.step, optimizer.kept.num_batches = former.step, former.position
         if optimizer.kept.user is None:
             optimizer.kept.user = former.user
     for parameter in filter(optimizer.trained_span, optimizer.group_of):

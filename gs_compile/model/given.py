@@ -14,9 +14,12 @@ from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from gs_compile.capture.internals import changes, num_holders
+from gs_compile.model.files import SMALL_NBYTES
 from gs_compile.runtime.homes import bytes_of
 
-END_NBYTES = 4096  # of each end of a tensor's memory: to read all of it would be one more pass over the model
+# Of each end of a tensor's memory: all of one that is in no file. To read all of others would be one more pass over the
+# model.
+END_NBYTES = SMALL_NBYTES // 2
 
 
 class Place(NamedTuple):
@@ -51,12 +54,11 @@ class Given:
         self.values = weakref.ref(values, lambda _: (call := end()) and call())
         self._memory = values.detach()  # with the version of the values
         self._num_holders, self._place = num_holders(values), place
-        self._first, self._was_changed = (changes(values), _ends(values)), False
+        self._first, self._was_changed = mark_of(values), False
 
     @property
     def is_changed(self) -> bool:
-        is_there = self._memory.numel() > 0
-        return self._was_changed or (is_there and (changes(self._memory), _ends(self._memory)) != self._first)
+        return self._was_changed or (self._memory.numel() > 0 and mark_of(self._memory) != self._first)
 
     def _end(self) -> None:
         """The values are going, and so does their memory, unless somebody else has it, as of `.data`."""
@@ -67,11 +69,6 @@ class Given:
             self._was_changed, self._memory = self.is_changed, torch.empty(0, device="cpu")
 
 
-def _ends(values: Tensor) -> int:
-    flat = values.as_strided((values.numel(),), (1,)).view(torch.uint8)
-    return xxh3_64_intdigest(torch.cat([flat[:END_NBYTES], flat[-END_NBYTES:]]).cpu().numpy().data)
-
-
 def state_of(tensor: Tensor) -> tuple[int, int]:
     """Numbers that differ once a tensor was changed in place. torch does not count changes through `.data` or through a
     numpy array, so for an ordinary tensor there is a checksum, too.
@@ -80,3 +77,9 @@ def state_of(tensor: Tensor) -> tuple[int, int]:
         return changes(tensor), 0
     flat = bytes_of(tensor.detach().cpu().resolve_conj().resolve_neg())
     return changes(tensor), xxh3_64_intdigest(flat.numpy().data)
+
+
+def mark_of(tensor: Tensor) -> tuple[int, int]:
+    """The same, but of what torch does not count only changes at the ends of the memory are found."""
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    return changes(tensor), xxh3_64_intdigest(torch.cat([flat[:END_NBYTES], flat[-END_NBYTES:]]).cpu().numpy().data)

@@ -28,6 +28,8 @@ class Kept:
 
     storage: the directories of the run to resume, if the script has named them; step: of the commit there, 0: none was
         found; ranks: by torch's numbers, those that have looked for it together.
+    num_batches: that the run has trained, including skipped ones.
+    has_norm: the run has changed the optimizer's `max_grad_norm`, so that commits store it.
     begins_anew: the run resumes from elsewhere, and a commit in its storage stays until it makes one.
     has_random_state: the random state was restored already, so the first call leaves it as it is.
     positions: the states of samplers and data loaders at the end of the last step. The call that commits the step comes
@@ -41,6 +43,8 @@ class Kept:
     user: Any = None
     storage: Sequence[Path] = ()
     step: int | None = None
+    num_batches: int = 0
+    has_norm: bool = False
     ranks: tuple[int, ...] = ()
     begins_anew: bool = False
     has_random_state: bool = False

@@ -66,6 +66,7 @@ class Optimizer(torch.optim.Optimizer):
         self.steps = StepCount()
         self.num_skipped = 0
         self.first_group_of: Mapping[Tensor, int] = {}  # `group_of` as the engine was made
+        self.first_norm = max_grad_norm  # the same of `max_grad_norm`
         self.first_states: dict[Tensor, Any] = {}  # that were loaded, until the first step has ended: it may begin anew
         self.given: list[Given] = []  # to state dicts
         self.kept = Kept()
@@ -163,6 +164,8 @@ class Optimizer(torch.optim.Optimizer):
         try:
             for mine, theirs in zip(self.param_groups, settings, strict=True):
                 self._check({**mine, **theirs})
+            for norm in former.norm:
+                check_norm(norm, None)
         except (LookupError, TypeError, ValueError) as error:
             raise ResumeError(
                 f"the commit of step {former.step} has other settings than this optimizer: {error}"
@@ -173,6 +176,8 @@ class Optimizer(torch.optim.Optimizer):
         """Continue after the steps of a commit, with its number of steps and `settings_left`; raises as that does."""
         settings = self.settings_left(former)
         self.num_skipped = former.num_skipped
+        if former.norm:
+            (self.max_grad_norm,), self.kept.has_norm = former.norm, True
         self.steps.become(former.step - former.num_skipped)
         for mine, theirs in zip(self.param_groups, settings, strict=True):
             mine.update(theirs)

@@ -20,7 +20,7 @@ from torch.utils.data import Sampler
 
 from gs_compile.capture.graph import buffers_of
 from gs_compile.errors import OPTIMIZERS, OptimizerError, OptionError, ResumeError, StepOrderError
-from gs_compile.model.commits import check_buffers, give_back_buffers, give_back_states, give_back_values
+from gs_compile.model.commits import check_buffers, give_back_buffers, give_back_states, give_back_values, resting
 from gs_compile.model.former_run import check_beside, check_parameters, rest_left
 from gs_compile.model.in_memory import modules_beside
 from gs_compile.model.kept import EXTRA, ExtraState, Kept
@@ -97,10 +97,10 @@ def resume(
     give_back_values(optimizer, rest)
     give_back_states(optimizer, rest, anew=True)
     give_back_buffers(buffers, rest)
-    kept.user = former.user
+    kept.user, kept.num_batches = former.user, former.position
     kept.begin_at(former.states)
     kept.await_values(model, [named[each.name] for each in former.parameters])
-    return Resumed(former.step, former.user)
+    return Resumed(former.position, former.user)
 
 
 def _with_extra(model: nn.Module, states: dict[str, Any]) -> dict[str, Any]:
@@ -110,9 +110,11 @@ def _with_extra(model: nn.Module, states: dict[str, Any]) -> dict[str, Any]:
 
 
 def _buffers(model: nn.Module, optimizer: TieredOptimizer) -> dict[str, torch.Tensor]:
-    """The buffers of a model, and of modules outside of it that the optimizer trains, by the names in commits."""
-    outside = buffers_of(modules_beside(optimizer, model.modules()))
-    return _by_name(model.named_buffers(remove_duplicate=False)) | outside
+    """By the names in commits: the buffers of a model, and of modules outside of it that the optimizer trains, and the
+    model's frozen parameters in memory.
+    """
+    modules = _by_name(model.named_modules(remove_duplicate=False), end=".").items()
+    return buffers_of(modules) | resting(modules) | buffers_of(modules_beside(optimizer, model.modules()))
 
 
 def _by_name(named: Iterable[tuple[str, Named]], end: str = "") -> dict[str, Named]:

@@ -97,6 +97,7 @@ class TieredOptimizer(Optimizer):
             if finished is not None:  # steps of parameters in memory alone are theirs
                 self.first_states.clear()
                 self.num_skipped += record.skipped
+                self.kept.num_batches += 1
                 self._count_missed(record)
                 self.steps.become(self.steps.taken + (not record.skipped))
         self._note(self.engine, record)

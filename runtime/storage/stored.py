@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Annotated, Any, Literal, TypeVar
 
-from annotated_types import Interval
+from annotated_types import Interval, Len
 
 FOLDER = "greedysnake-run"
 FORMAT = 2
@@ -144,7 +144,10 @@ class StoredTensor:
 class Manifest:
     """One commit of one rank, its `number`th. components: of optimizer state, the master aside; written: ISO 8601;
     together: the name that the run has on all ranks; never: names of trained parameters that no step has had a gradient
-    for, None: of a commit that does not tell.
+    for, None: of a commit that does not tell; drawn: "draws": the script draws random numbers between a step and its
+    next call, "seeds": it gives torch a seed there, and the commit was made ahead of it; num_batches: that the run has
+    trained, which differ from `step` where an optimizer's state was loaded; norm: the optimizer's `max_grad_norm`, if
+    the run has changed it.
     """
 
     format: Count
@@ -169,6 +172,14 @@ class Manifest:
     number: Count = 0
     together: str = ""
     never: Many[str] | None = None
+    drawn: Literal["", "draws", "seeds"] = ""
+    num_batches: Count | None = None
+    norm: Annotated[tuple[float | None, ...], Len(max_length=1)] = ()
+
+    @property
+    def position(self) -> int:
+        """The batches that the run has trained, including skipped ones."""
+        return self.step if self.num_batches is None else self.num_batches
 
     @property
     def nbytes(self) -> int:

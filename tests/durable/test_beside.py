@@ -34,6 +34,14 @@ class Noted(Trunk):
         return found if self.training else found + self.note
 
 
+class Followed(Trunk):
+    """A part of it that no step reads follows it."""
+
+    def __init__(self, *given, **named):
+        super().__init__(*given, **named)
+        self.target = torch.nn.Linear(4, 4).requires_grad_(False)
+
+
 class Remembers(Trunk):
     """Its state dict has a number that no tensor has."""
 
@@ -112,6 +120,28 @@ def test_buffers_are_those_of_the_run_when_resume_returns(tmp_path):
         trunk(tokens(0))
     assert bool((trunk.shift == 2).all())
     optimizer.engine.tiers.close()
+
+
+@pytest.mark.parametrize("others", [{}, {"resume": "auto"}])
+def test_a_target_network_goes_on(tmp_path, others):
+    """Fault: it was in no commit, so a resumed run had its first values beside the trained ones of all else, without a
+    word.
+    """
+    trunk, head, optimizer, _ = made(tmp_path, Followed)
+    for number in range(2):
+        head(trunk(tokens(number))).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        trunk.target.weight.data.lerp_(torch.ones(4, 4), 0.5)
+    optimizer.commit()
+    wanted = trunk.target.weight.clone()
+    optimizer.engine.tiers.close()
+    for _ in range(2):
+        trunk, _, optimizer, _ = made(tmp_path, Followed, **others)
+        with torch.no_grad():
+            trunk.eval()(tokens(0))
+        assert torch.equal(trunk.target.weight, wanted)
+        optimizer.engine.tiers.close()
 
 
 def test_the_extra_state_of_modules_goes_on(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
@@ -88,6 +90,95 @@ def test_a_call_that_is_refused_leaves_commits_the_random_numbers_of_now(harness
         torch.rand(1)
         optimizer.commit()
         assert read(tmp_path / FOLDER).random == random_state()
+
+
+@pytest.mark.parametrize("is_called", [False, True])
+@pytest.mark.parametrize("draws", [False, True])
+def test_numbers_that_a_script_draws_ahead_of_the_first_call_of_a_resumed_run_are_told(
+    harness, tmp_path, caplog, draws, is_called
+):
+    """Fault: noise, or dropout of an encoder ahead of the model, was another than in an undisturbed run, without a
+    word.
+    """
+
+    def call(number):
+        if draws:
+            torch.rand(1)
+        return loss_of(harness.model, tokens(number))
+
+    given = options(tmp_path, durability="step")
+    with harness.fresh(adamw, given) as optimizer:
+        for number in range(2):
+            call(number).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if is_called:
+            call(2)  # which commits
+        else:
+            optimizer.commit()
+        optimizer.engine.tiers.synchronize()
+    with resumed(harness, adamw, given):
+        call(2)
+    assert ("has drawn between step 2 and the next call" in caplog.text) == draws
+
+
+def test_seeds_that_a_script_gives_in_each_step_hold_in_a_resumed_run(harness, tmp_path):
+    """Fault: from a commit between two calls the first step drew what came after the seed of the step before."""
+
+    def train(optimizer, *numbers):
+        for number in numbers:
+            torch.manual_seed(number)
+            step(harness.model, optimizer, tokens(number))
+        return float(torch.rand(()))
+
+    given = options(tmp_path, durability="step")
+    with harness.fresh(adamw, given) as optimizer:
+        train(optimizer, 0, 1)
+        optimizer.commit()
+        wanted = train(optimizer, 2)
+    with harness.fresh(adamw, given | {"storage": tmp_path / "other"}) as optimizer:
+        train(optimizer, 0, 1)
+        optimizer.commit()
+    with resumed(harness, adamw, given | {"storage": tmp_path / "other"}) as optimizer:
+        assert train(optimizer, 2) == wanted
+
+
+def test_a_bound_that_a_run_has_changed_goes_on(harness, tmp_path):
+    """Fault: a resumed run clipped by the first bound again, without a word. One that a script gives anew counts."""
+    given, make = options(tmp_path, durability="step"), partial(adamw, max_grad_norm=1.0)
+    with resumed(harness, make, given) as optimizer:
+        step(harness.model, optimizer, tokens(0))
+        optimizer.commit()
+    with resumed(harness, partial(adamw, max_grad_norm=2.0), given) as optimizer:
+        step(harness.model, optimizer, tokens(1))
+        assert optimizer.max_grad_norm == 2.0
+        optimizer.max_grad_norm = math.inf
+        optimizer.commit()
+    for number in range(2):
+        with resumed(harness, make, given) as optimizer:
+            step(harness.model, optimizer, tokens(2 + number))
+            assert optimizer.max_grad_norm == math.inf
+            optimizer.commit()
+
+
+def test_a_state_that_a_run_loads_changes_no_position(harness, tmp_path):
+    """Fault: `run.step` was the number of steps of that state, from which batches went on."""
+    model, given = harness.model, options(tmp_path, durability="step")
+    with harness.fresh(adamw, given) as optimizer:
+        step(model, optimizer, tokens(0))
+        state = optimizer.state_dict()
+        for each in state["state"].values():
+            each["step"] = torch.tensor(100.0)
+        optimizer.load_state_dict(state)
+        step(model, optimizer, tokens(1))
+        optimizer.commit()
+    with harness.fresh(adamw, given) as optimizer:
+        assert gs_compile.resume(model, optimizer, storage=tmp_path).step == 2
+        step(model, optimizer, tokens(2))
+        assert optimizer.num_steps == 102
+        optimizer.commit()
+    with harness.fresh(adamw, given) as optimizer:
+        assert gs_compile.resume(model, optimizer, storage=tmp_path).step == 3
 
 
 def test_what_a_resumed_run_changes_before_its_first_step_is_committed(harness, tmp_path):

@@ -88,7 +88,7 @@ def test_any_settings_are_taken_or_refused(name, value):
     optimizer = gs_compile.AdamW([parameter := torch.nn.Parameter(torch.ones(2))], lr=0.5)
     before = dict(optimizer.param_groups[0])
     try:
-        optimizer.go_on(SimpleNamespace(step=3, num_skipped=1, groups=({name: value},)))
+        optimizer.go_on(SimpleNamespace(step=3, num_skipped=1, groups=({name: value},), norm=()))
     except ResumeError:
         assert optimizer.param_groups == [before]
         assert optimizer.num_steps == 0
@@ -100,7 +100,7 @@ def test_any_settings_are_taken_or_refused(name, value):
 def test_param_groups_too_many_are_refused():
     optimizer = gs_compile.AdamW([torch.nn.Parameter(torch.ones(2))])
     with pytest.raises(ResumeError, match="the commit of step 3 has other settings than this optimizer"):
-        optimizer.go_on(SimpleNamespace(step=3, num_skipped=0, groups=({}, {})))
+        optimizer.go_on(SimpleNamespace(step=3, num_skipped=0, groups=({}, {}), norm=()))
 
 
 @FREELY

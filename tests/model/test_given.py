@@ -17,6 +17,7 @@ CHANGES = {
     "by data": lambda value: value.data.mul_(2),
     "by an array": lambda value: value.numpy().fill(0),
     "by what is left of it": lambda value: value.data[-1].zero_(),
+    "in the middle": lambda value: value.data[len(value) // 2].add_(1),
 }
 
 
@@ -26,7 +27,7 @@ def test_a_change_that_torch_does_not_count_is_refused_where_it_would_be_lost(ho
     with learner(tmp_path) as one:
         one.train(0)
         for given in (
-            lambda: one.model.state_dict()["transformer.wpe.weight"],
+            lambda: one.model.state_dict()["transformer.wte.weight"],  # of 8960 bytes
             lambda: one.optimizer.state_dict()["state"][0]["exp_avg"],
         ):
             CHANGES[how](given())
