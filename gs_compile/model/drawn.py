@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -15,6 +16,8 @@ from gs_compile.runtime.random_state import random_state
 from gs_compile.runtime.storage.stored import Manifest
 
 log = logging.getLogger(__name__)
+
+Told: TypeAlias = Literal["", "draws", "seeds"]
 
 OF_OTHERS = frozenset(("python", "numpy"))  # the names of random states that are not torch's
 AHEAD = (
@@ -29,7 +32,7 @@ class Drawn:
 
     is_between_calls = False
     _ended: tuple[int, Mapping[str, str]] | None = None  # seed and random state at the end of a step, until a call
-    _latest = ""  # ahead of the first call of the latest step
+    _latest: Told = ""  # ahead of the first call of the latest step
 
     def end_step(self) -> None:
         self._ended = torch.initial_seed(), random_state()
@@ -39,11 +42,11 @@ class Drawn:
         if self._ended is not None:
             self._latest, self._ended = self._since(random), None
 
-    def told(self, random: Mapping[str, str] | None) -> str:
+    def told(self, random: Mapping[str, str] | None) -> Told:
         """The entry of a commit: see `Manifest`. random: as above, of the call under way."""
         return self._latest if self.is_between_calls else self._since(random) and "draws"
 
-    def _since(self, random: Mapping[str, str] | None) -> str:
+    def _since(self, random: Mapping[str, str] | None) -> Told:
         if self._ended is None or random == self._ended[1]:
             return ""
         return "draws" if torch.initial_seed() == self._ended[0] else "seeds"
