@@ -200,6 +200,11 @@ class SpecializedModel:
             wanted += [Wanted(code, *each) for each in product(names, own or (0,))]
         compile_all(wanted)
 
+    def trace_step(self) -> None:
+        """Trace the code of a training step at once, where none is traced."""
+        for code in self.codes.values():
+            code.trace_step()
+
     @cached_property
     def fingerprint(self) -> str:
         """A hash of the code of all units under the current settings (see `Differentiated.fingerprint`)."""

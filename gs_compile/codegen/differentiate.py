@@ -31,13 +31,13 @@ from torch import fx
 
 from gs_compile.capture.dynamo import compile_lock
 from gs_compile.capture.exchange import first_exchange
-from gs_compile.capture.graph import TensorSpec, UnitGraph
+from gs_compile.capture.graph import TensorSpec, UnitGraph, output_values
 from gs_compile.capture.inductor import Generator, Resized, Sizes, draws_random
 from gs_compile.capture.nondeterministic import NondeterminismMode, Nondeterministic
 from gs_compile.capture.partition import CannotSaveError
 from gs_compile.codegen.costs import Cost, Costs, Counts, cost_of, counted
 from gs_compile.codegen.factor import Form, assemble, factor
-from gs_compile.codegen.levels import Cut, JointGraph, SavedLevel, cuts
+from gs_compile.codegen.levels import Cut, JointGraph, SavedLevel, cuts, subgraph
 from gs_compile.errors import LengthWarning
 
 Tensors = Sequence[torch.Tensor]
@@ -93,6 +93,7 @@ class Differentiated:
         self._sizes = sizes
         self._lengths = tuple(unit.symbols.values())
         self._functions: dict[tuple[str, int], Function] = {}
+        self._whole: fx.GraphModule | None = None  # for the levels, which change it
 
     def function(self, name: str, level: int = 0) -> Function:
         """The compiled "forward", "backward" or "both"; gradients of parameters are factors where possible.
@@ -163,7 +164,7 @@ class Differentiated:
         return Cuts(self, found, "" if found else "its backward has nothing to compute again")
 
     def _joint_graph(self) -> JointGraph:
-        traced = self._traced("joint")
+        traced, self._whole = self._whole or self._traced("joint"), None
         try:
             graph = self._generator.functional(traced, self._arguments("joint"), self._sizes)
         except RuntimeError as error:  # a user's operator that changes memory in its own way
@@ -222,6 +223,27 @@ class Differentiated:
                 self.graphs[name] = self._traced(name)
         return self.graphs[name]
 
+    def trace_step(self) -> None:
+        """Trace what a training step runs once: "forward" and "backward" are parts of "joint", or of "both".
+
+        Not if anything is traced, nor for lengths that share code, which is traced for all of them. What draws, or has
+        other effects than its results, is traced each by itself.
+        """
+        if self.graphs or self._whole or self._lengths or not self.is_trained:
+            return
+        with self._making():
+            if self.last_name == "both":
+                whole = self.graphs["both"] = self._traced("both")
+            else:
+                whole = self._whole = self._traced("joint")
+            if any(whole.children()) or any(map(_has_effects, whole.graph.nodes)):
+                return
+            given, number = whole.graph.find_nodes(op="placeholder"), len(self.unit.results)
+            results, gradients = output_values(whole)[:number], output_values(whole)[number:]
+            self.graphs["forward"] = subgraph(whole, given[: len(self.unit.specs)], [*map(_before_detached, results)])
+            if self.last_name == "backward":
+                self.graphs["backward"] = subgraph(whole, given, gradients)
+
     def cost(self, name: str) -> Cost:
         """The cost of "forward", "backward" or "both"."""
         return self._known_or(name, partial(self._counted, name))
@@ -239,6 +261,8 @@ class Differentiated:
         return self.costs.cost(name, count) if self.costs else cost_of(count())
 
     def _counted(self, name: str) -> Counts:
+        if name != "forward":
+            self.trace_step()
         graph, results = self.graph(name), len(self.unit.results)
         held = set(range(results if name != "backward" else 0))
         if name != "forward":
@@ -355,3 +379,14 @@ class Differentiated:
         with torch.autograd.set_detect_anomaly(False):  # it looks at values, and tracing has none
             pulled = torch.autograd.grad(chosen, wanted, gradients, allow_unused=True, materialize_grads=True)
         return (*(result.detach() for result in results), *pulled)
+
+
+def _has_effects(node: fx.Node) -> bool:
+    """Whether a node of an ATen graph does more than to compute its results. torch takes all attention for random."""
+    is_seeded = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return node.op == "call_function" and (draws_random(node) if is_seeded else node.is_impure())
+
+
+def _before_detached(value: Any) -> Any:
+    is_detached = isinstance(value, fx.Node) and value.target is torch.ops.aten.detach.default
+    return value.args[0] if is_detached else value

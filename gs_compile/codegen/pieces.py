@@ -69,6 +69,10 @@ class InPieces(Differentiated):
         function: Function = getattr(self, f"_{name}_in_pieces")
         return function
 
+    def trace_step(self) -> None:
+        if not self._asked:
+            super().trace_step()
+
     def taking(self, results: tuple[int, ...]) -> InPieces:
         """The code whose backward takes the gradients of only these results, not of all `differentiated`.
 

@@ -164,6 +164,53 @@ def test_draws_random(block, draws):
     assert Differentiated(block_unit(block), EAGER).draws_random is draws
 
 
+class InPlace(Block):
+    def forward(self, x):
+        y = self.up(x)
+        y[:, :1].mul_(2.0)
+        return x + self.down(y)
+
+
+def recorded(monkeypatch):
+    """The names of what is traced."""
+    names, trace = [], Differentiated._traced
+    monkeypatch.setattr(
+        Differentiated, "_traced", lambda code, name, *rest: names.append(name) or trace(code, name, *rest)
+    )
+    return names
+
+
+@INSTANTIATED
+@pytest.mark.parametrize(
+    "block", [Block, OwnFunction, OwnOperator, Ungraded, Frozen, Transposed, Attending, nn.Dropout, InPlace]
+)
+def test_a_training_step_is_traced_once(block, monkeypatch):
+    """Its forward and backward are what they are when each is traced; where the order of operations counts each is."""
+    units = units_of(Tiny(blocks=[block(), block()] if block is not nn.Dropout else [Block(), Block()]))
+    if block is nn.Dropout:
+        units = [block_unit(lambda: nn.Sequential(Block(), nn.Dropout(0.5)))]
+    names, is_once = recorded(monkeypatch), block not in (nn.Dropout, InPlace)
+    for unit in units:
+        alone, code, both = Differentiated(unit, EAGER), Differentiated(unit, EAGER), "loss" in unit.results
+        wanted = ("forward", "both") if both else ("forward", "backward")
+        expected = [alone.graph(name).code for name in wanted]
+        names.clear()
+        code.trace_step()
+        assert [code.graph(name).code for name in wanted] == expected
+        known = is_once or unit.unit in (PROLOGUE, EPILOGUE)
+        assert names == (["both" if both else "joint"] if known else ["joint", *wanted])
+
+
+def test_levels_are_cut_of_what_was_traced(monkeypatch):
+    names, code = recorded(monkeypatch), Differentiated(block_unit(Block), EAGER)
+    code.trace_step()
+    before = [code.graph(name).code for name in ("forward", "backward")]
+    levels = code.levels
+    assert names == ["joint"]
+    assert levels == Differentiated(block_unit(Block), EAGER).levels
+    assert [code.graph(name).code for name in ("forward", "backward")] == before
+
+
 def operations(graph_module):
     return [node.target.__name__ for node in graph_module.graph.nodes if node.op == "call_function"]
 
