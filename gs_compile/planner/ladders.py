@@ -28,7 +28,12 @@ def each_of(ladder: Ladder) -> Iterator[Ladder]:
 
 
 def highest(ladder: Ladder, fitting: Callable[[Placement], T | None]) -> tuple[Placement, T] | None:
-    """The last placement of a ladder that fits, if any does, with the result of `fitting` for it."""
+    """The last placement of a ladder that fits, if any does, with the result of `fitting` for it.
+
+    The top is tried first: with room for all of a ladder, no other is lowered.
+    """
+    if ladder and (result := fitting(ladder[-1])):
+        return ladder[-1], result
     last: tuple[Placement, T] | None = None
 
     def is_over(each: Placement) -> bool:
@@ -37,7 +42,7 @@ def highest(ladder: Ladder, fitting: Callable[[Placement], T | None]) -> tuple[P
             last = each, result
         return not result
 
-    bisect_left(ladder, True, key=is_over)
+    bisect_left(ladder, True, hi=len(ladder) - 1, key=is_over)
     return last
 
 
