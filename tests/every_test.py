@@ -16,7 +16,6 @@ import pytest
 import torch
 from lowered import lower_once
 from tiered import Harness, capture_cheaply, collect_seldom, our_threads, shared
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gs_compile.model import engine, first_step
 from gs_compile.planner.cost import timing
@@ -33,16 +32,6 @@ signal.signal(
 torch.set_num_threads(1)  # for tiny models more only get in each other's way
 capture_cheaply()
 lower_once()
-
-
-def _made(mode, *given, init=FakeTensorMode.__init__, **named):
-    init(mode, *given, **named)
-    mode.cache_enabled &= mode.shape_env is None
-
-
-# What a trace of symbolic sizes has found out of an operation is not kept for a later layer with the same: in models of
-# two layers that takes longer than it saves.
-FakeTensorMode.__init__ = _made
 
 YOUNG = 50_000  # objects that may refer to others, made since the last collection and not gone: that is a capture
 LEFT = 8_000_000  # blocks of memory that wait to be looked at together, dead or alive: that is a search through all there are

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
+import fakes
 import torch
 from asked import asked_of_storage
 from torch import nn
@@ -399,8 +400,9 @@ def capture_cheaply() -> None:
     more than Dynamo compiles fails, rather than runs as it is.
 
     A first call, or the end of an optimizer, does not look through all that a capture has made where no model is left.
-    A trace of tensors does not patch nn.Module with what changes nothing for it: of all its subclasses, and each graph
-    that there is has one, Python would forget what it knows.
+    What common operators make of fake tensors is known without their decompositions (`fakes`). A trace of tensors does
+    not patch nn.Module with what changes nothing for it: of all its subclasses, and each graph that there is has one,
+    Python would forget what it knows.
     """
     import torch._dynamo.guards
     from torch.fx._symbolic_trace import _Patcher
@@ -416,6 +418,7 @@ def capture_cheaply() -> None:
     traces.handlers, traces.propagate, traces.disabled = [], True, True
     for module in (engine, first_step):
         module.gc = SimpleNamespace(collect=_collect_models)
+    fakes.give()
     patch_method: Any = _Patcher.patch_method
     _Patcher.patch_method = lambda self, owner, *given, **how: (
         None if owner is nn.Module else patch_method(self, owner, *given, **how)
