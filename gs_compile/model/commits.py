@@ -100,12 +100,17 @@ class Durable:
         self._num_steps = self._num_committed = 0  # of this process: that are over, and the last of them committed
         self._drawn = Drawn()
         commits.snapshot = self.snapshot
-        if (former := store.former) is not None:  # its buffers are in all that follow, and what has had a gradient
-            known = self.buffers
-            if optimizer.kept.step is not None:  # they have their values, also those that an evaluation reads
-                known = dict(chain.from_iterable(_parameters_of(each.modules) for each in self._captures)) | known
-            optimizer.kept.first_buffers |= dict.fromkeys(check_buffers(former, known), KEPT)
-            idle.wake({span for span, each in placed if former.never is not None and each.name not in former.never})
+        if store.former is not None:
+            self._follow(store.former, optimizer)
+
+    def _follow(self, former: Manifest, optimizer: Optimizer) -> None:
+        """All commits have the buffers of the one that the run goes on from; what had a gradient then has had one."""
+        known = self.buffers
+        if optimizer.kept.step is not None:  # they have their values, also those that an evaluation reads on the tiers
+            known = dict(chain.from_iterable(_parameters_of(each.modules) for each in self._captures)) | known
+        optimizer.kept.first_buffers |= dict.fromkeys(check_buffers(former, known), KEPT)
+        never = former.never
+        self._idle.wake({span for span, each in self._placed if never is not None and each.name not in never})
 
     def take_random_state(self, now: Mapping[str, str] | None = None) -> Mapping[str, str] | None:
         """The random state with which a resumed run begins; only the first caller gets it. now: see `first_state`."""
