@@ -165,18 +165,6 @@ def padded(mode: Any, x: Tensor, widths: Sequence[int], value: Any = 0) -> Tenso
     return new(mode, x, shape)
 
 
-@known(aten.slice.Tensor)
-def sliced(mode: Any, x: Tensor, dim: int = 0, *bounds: Any, **named: Any) -> Tensor | None:
-    if named or not -x.ndim <= dim < x.ndim or not all(each is None or type(each) is int for each in bounds):
-        return None
-    size, stride = x.shape[dim], x.stride(dim)
-    if type(size) is not int or (len(bounds) == 3 and bounds[2] < 1):
-        return None
-    taken, shape, strides = range(size)[slice(*bounds or (None,))], list(x.shape), list(x.stride())
-    shape[dim], strides[dim] = len(taken), stride * taken.step
-    return in_its_memory(mode, x, shape, strides, x.storage_offset() + taken.start * stride)
-
-
 @known(aten.view.default, aten._unsafe_view.default)
 def view(mode: Any, x: Tensor, shape: Sequence[Any]) -> Tensor | None:
     from torch._prims_common import infer_size, is_contiguous_or_false, make_contiguous_strides_for

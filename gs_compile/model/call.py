@@ -120,11 +120,13 @@ class Call:
 
     @property
     def _contents(self) -> list[Any]:
-        """An object for each tensor in host memory that the forward reads. It differs once the tensor was changed, also
+        """An object for each tensor in host memory that units read. It differs once the tensor was changed, also
         where torch does not count it; if that is not of the batch, once its memory or its first element differs.
         """
-        read = ((index, each) for index, each in enumerate(self.read) if is_plain(each) and is_in_host_memory(each))
-        return [state_of(each) if index in self.models[0].batch else _look_of(each) for index, each in read]
+        batch = self.models[0].batch
+        used = {*batch, *(index for unit in self.models[0].split.units for index in unit.arguments)}
+        read = [(index, each) for index, each in enumerate(self.read) if index in used and is_plain(each)]
+        return [state_of(each) if index in batch else _look_of(each) for index, each in read if is_in_host_memory(each)]
 
     @property
     def turn(self) -> AbstractContextManager[Any]:
