@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +53,18 @@ class Case:
     def split(self, micro_batch_size: int = 2, *, alone: bool = False, halved: bool = False) -> Split:
         block_cut = HALVES if halved else None
         return split(self.separated(micro_batch_size, alone=alone), self.captured, block_cut)
+
+
+class Each(nn.Module):
+    """Blocks beside each other, of what is computed before, with an output each."""
+
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.linear, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        y = self.linear(x)
+        return [block(y) for block in self.blocks]
 
 
 def captured(model: Callable[..., Any], *args: Any, dynamic: bool | None = None, **kwargs: Any) -> Case:

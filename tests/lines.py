@@ -7,6 +7,8 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
+JOIN = "join_all(self.values.users.idle(value), None)"  # where the user's thread waits for who uses a value
+
 
 def without(owner: Any, name: str, line: str) -> Callable[..., Any]:
     """A function of a class or module in which `line`, which is there once, does nothing."""

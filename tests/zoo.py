@@ -138,6 +138,20 @@ class GPT(nn.Module):
         return logits, loss
 
 
+class Scaled(GPT):
+    """By a buffer, ahead of the blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.full((WIDTH,), 2.0))
+
+    def forward(self, ids):
+        x_BTD = self.embedding(ids) * self.scale
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        return x_BTD.square().sum(), x_BTD
+
+
 class Positional(nn.Module):
     """Positional inputs, block names of its own, masked labels given as weights, and a loss that is returned alone."""
 

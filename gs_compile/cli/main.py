@@ -186,12 +186,13 @@ def fit(
     """
     from gs_compile.cli.plan import busy
     from gs_compile.cli.report.fits import fits_dict, fits_report
-    from gs_compile.planner.fit import fit as find
     from gs_compile.planner.measure.shipped import named
 
     if not 0 < tokens < math.inf:
         raise typer.BadParameter(f"--tokens {tokens:g}: not a number of tokens")
-    with busy(f"planning {model}"):
+    with busy(f"planning {model}"):  # also while it is imported
+        from gs_compile.planner.fit import fit as find
+
         found = find(model, request, longest=longest, keeps=True)
     asked = f"{model} on {named(request.machine) or 'this machine'}, samples of {request.sequence} tokens"
     typer.echo(json.dumps(fits_dict(found, tokens), indent=2) if as_json else fits_report(found, tokens, asked))
@@ -204,15 +205,14 @@ def plan(model: str, request: Request, longest: Longest = False, as_json: Json =
 
     It also says what limits the speed, and needs neither the model's weights nor the machine.
     """
-    from gs_compile.cli.plan import busy
+    from gs_compile.cli.plan import busy, make_plan
     from gs_compile.cli.report.explain import as_dict, report
-    from gs_compile.planner.fit import longest_sequence
-    from gs_compile.planner.plan import planner_of
 
-    with busy(f"planning {model}"):
-        found = planner_of(model, request, keeps=True).plan()
+    found = make_plan(model, request)
     if longest:
         with busy(f"looking for the longest sequence of {model}"):
+            from gs_compile.planner.fit import longest_sequence
+
             most = longest_sequence(model, request, keeps=True)
     if as_json:
         typer.echo(json.dumps(as_dict(found) | ({"longest_sequence": most} if longest else {}), indent=2))
@@ -234,13 +234,11 @@ def simulate(
 
     It also shows what the computation would wait for.
     """
-    from gs_compile.cli.plan import busy
+    from gs_compile.cli.plan import make_plan
     from gs_compile.cli.report.draw import save
     from gs_compile.cli.report.explain import step_dict, step_report
-    from gs_compile.planner.plan import planner_of
 
-    with busy(f"planning {model}"):
-        found = planner_of(model, request, keeps=True).plan()
+    found = make_plan(model, request)
     files = save(found, trace=trace, page=page, figures=figures)
     typer.echo(json.dumps(step_dict(found, files), indent=2) if as_json else step_report(found, files))
 

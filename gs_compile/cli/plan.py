@@ -1,4 +1,4 @@
-"""plan: profiles for the command line, and the progress that is shown while something is measured or planned."""
+"""plan: plans and profiles for the command line, and the progress that is shown while they are made."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from gs_compile.planner.summary import table
 
 if TYPE_CHECKING:
     from gs_compile.planner.measure.profile import Profile
+    from gs_compile.planner.request import Request
+    from gs_compile.planner.step_plan import StepPlan
 
 QUIET_SECONDS = 1.0  # what takes less needs no progress
 UNITS = (  # of a field, by the end of its name; the first one that fits counts
@@ -24,6 +26,14 @@ UNITS = (  # of a field, by the end of its name; the first one that fits counts
     ("elements_per_second", 1e9, "billion/s"),
     ("_seconds", 1e-6, "µs"),
 )
+
+
+def make_plan(model: str, request: Request) -> StepPlan:
+    """The plan of a request; raises the errors of `planner.plan.plan`."""
+    with busy(f"planning {model}"):  # also while the planner is imported
+        from gs_compile.planner.plan import planner_of
+
+        return planner_of(model, request, keeps=True).plan()
 
 
 @contextmanager

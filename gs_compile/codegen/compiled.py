@@ -55,7 +55,7 @@ compilations_of: MutableMapping[torch.nn.Parameter, list[Compilation]] = WeakTen
 MOST_PROGRAMS = 64  # of one capture: numbers of micro-batches, in training and in evaluation
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SpecializedModel:
     """A captured model at one micro-batch size: its graph, its units and their code.
 
@@ -74,9 +74,9 @@ class SpecializedModel:
     batch: Mapping[int, int]
     sizes: Mapping[str, int] = field(default_factory=dict)  # of the call
     alone: bool = False  # the micro-batch is the whole batch
-    costs: dict[Unit, AllSizes] = field(default_factory=dict, compare=False, repr=False)
+    costs: dict[Unit, AllSizes] = field(default_factory=dict, repr=False)
     loss_alone: bool = False
-    whole_numbers: dict[int, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+    whole_numbers: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
 
     @cached_property
     def codes(self) -> Mapping[Unit, InPieces]:
@@ -201,7 +201,7 @@ class SpecializedModel:
         compile_all(wanted)
 
     def trace_step(self) -> None:
-        """Trace the code of a training step at once, where none is traced."""
+        """Trace the code of a training step, where none is traced."""
         for code in self.codes.values():
             code.trace_step()
 

@@ -223,7 +223,7 @@ def _begin(compilation: Compilation, args: Sequence[Any], ranks: Ranks | None) -
         training = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
     if torch.is_grad_enabled() and not training:
         _refuse_a_loss(models[0])
-    for model in {id(each): each for each in models}.values() if training else ():
+    for model in dict.fromkeys(models) if training else ():
         model.trace_step()
     random = random_state() if compilation.options.durability else None
     whole = whole_batch(compilation, models, args)

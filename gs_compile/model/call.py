@@ -219,7 +219,7 @@ class Call:
         return executor
 
     def _compile(self, models: Sequence[SpecializedModel], levels: Mapping[Unit, Iterable[int]]) -> None:
-        for specialized in {id(each): each for each in models}.values():  # of most micro-batches the same
+        for specialized in dict.fromkeys(models):  # of most micro-batches the same
             specialized.compile_code(self.shape, levels)
 
     def _run_forward(self) -> None:

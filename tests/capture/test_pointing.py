@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from captured import TOKENS, WIDTH, captured, run
+from captured import TOKENS, WIDTH, Each, captured, run
 from torch import nn
 
 from gs_compile.capture.loss import loss
@@ -36,22 +36,10 @@ class Block(nn.Module):
         return x + self.function(x)
 
 
-class Each(nn.Module):
-    """Blocks beside each other, of what is computed before, with an output each."""
-
-    def __init__(self, functions):
-        super().__init__()
-        self.linear, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(map(Block, functions))
-
-    def forward(self, x):
-        y = self.linear(x)
-        return [block(y) for block in self.blocks]
-
-
 def test_what_points_among_the_samples_is_refused():
     """Fault: rows that were picked so were those of each micro-batch, without a word."""
     torch.manual_seed(0)
-    case = captured(Each(MIXES.values()), torch.randn(4, TOKENS, WIDTH))
+    case = captured(Each(map(Block, MIXES.values())), torch.randn(4, TOKENS, WIDTH))
     module = case.specialized(2)
     for name in MIXES:
         with pytest.raises(SeparationError, match="runs along the batch"):
@@ -60,7 +48,7 @@ def test_what_points_among_the_samples_is_refused():
 
 def test_what_points_within_a_sample_is_right():
     torch.manual_seed(0)
-    case = captured(Each(KEEPS.values()), torch.randn(4, TOKENS, WIDTH))
+    case = captured(Each(map(Block, KEEPS.values())), torch.randn(4, TOKENS, WIDTH))
     module = case.separated(2).module
     parts = zip(*(run(module, case.named(start, 2)) for start in (0, 2)), strict=True)
     for name, found, whole in zip(KEEPS, parts, run(case.specialized(4), case.named()), strict=True):

@@ -6,7 +6,7 @@ from functools import cache, partial
 
 import pytest
 import torch
-from captured import TOKENS, WIDTH, Tiny, assert_same_step, batch, captured, compiled, run
+from captured import TOKENS, WIDTH, Each, Tiny, assert_same_step, batch, captured, compiled, run
 from sample_functions import (
     AddedAndDivided,
     Centred,
@@ -316,23 +316,11 @@ def made(function):
     return function() if isinstance(function, partial | type) else Block(function, nn.Identity())
 
 
-class Each(nn.Module):
-    """Blocks beside each other, of what is computed before, with an output each."""
-
-    def __init__(self, functions):
-        super().__init__()
-        self.linear, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(map(made, functions))
-
-    def forward(self, x):
-        y = self.linear(x)
-        return [block(y) for block in self.blocks]
-
-
 @cache
 def mixing():
     """One capture for all, at two samples."""
     torch.manual_seed(0)
-    case = captured(Each([function for function, _ in MIXES.values()]), torch.randn(4, TOKENS, WIDTH))
+    case = captured(Each(made(function) for function, _ in MIXES.values()), torch.randn(4, TOKENS, WIDTH))
     return case.captured, case.specialized(2)
 
 
@@ -346,7 +334,7 @@ def test_what_mixes_samples_is_refused(name):
 
 def test_what_keeps_samples_apart_is_right():
     torch.manual_seed(0)
-    case = captured(Each(KEEPS.values()), torch.randn(4, TOKENS, WIDTH))
+    case = captured(Each(map(made, KEEPS.values())), torch.randn(4, TOKENS, WIDTH))
     module = case.separated(2).module
     parts = zip(*(run(module, case.named(start, 2)) for start in (0, 2)), strict=True)
     for name, found, whole in zip(KEEPS, parts, run(case.specialized(4), case.named()), strict=True):

@@ -16,6 +16,7 @@ from zoo import (
     GPT,
     WIDTH,
     Feed,
+    Scaled,
     assert_same_gradients,
     batch,
     both_ways,
@@ -321,20 +322,6 @@ def test_the_usual_errors_of_a_backward():
             changed.add_(0)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
-
-
-class Scaled(GPT):
-    """By a buffer, ahead of the blocks."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("scale", torch.full((WIDTH,), 2.0))
-
-    def forward(self, ids):
-        x_BTD = self.embedding(ids) * self.scale
-        for block in self.blocks:
-            x_BTD = block(x_BTD)
-        return x_BTD.square().sum(), x_BTD
 
 
 @pytest.mark.parametrize(

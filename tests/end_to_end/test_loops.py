@@ -13,7 +13,7 @@ import pytest
 import torch
 from happens_before import on_host, on_twin
 from learner import distance, same_tensors
-from lines import without
+from lines import JOIN, without
 from tiered import Harness, adamw, gpt2, options, sgd, tokens, two_groups
 from torch.nn import functional
 
@@ -255,7 +255,7 @@ def test_on_a_device_every_access_is_ordered(loop, harness, tmp_path):
 def test_a_gradient_from_outside_waits_for_the_models_own(harness, tmp_path, monkeypatch, waits):
     """Which may be on its way to its sum."""
     if not waits:
-        monkeypatch.setattr(Tiers, "at_home", without(Tiers, "at_home", "join_all(self.values.users.idle(value), None)"))
+        monkeypatch.setattr(Tiers, "at_home", without(Tiers, "at_home", JOIN))
     with nullcontext() if waits else pytest.raises(AssertionError, match=r"nothing orders .*dw"), on_host():
         learned(harness, sgd, penalized, options(tmp_path, **PLACES["gradients on SSD"]))
 

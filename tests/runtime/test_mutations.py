@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from contextlib import nullcontext, suppress
 from functools import partial
 
 import pytest
 import torch
 from happens_before import on_host, on_twin
-from lines import without
+from lines import JOIN, without
 from stream_twin import Twin, TwinStream, TwinTensor
 from tiered import adamw, gpt2, loss_of, options, step, tokens, two_groups
 
@@ -100,7 +99,7 @@ ON_HOST = [  # where a CPU computes: in the slab, beside the lanes
 ]
 
 SCALE = [  # lines of `TieredExecutor.scale`, and a size of micro-batches with which nothing else waits
-    ("join_all(self.values.users.idle(value), None)", 2),
+    (JOIN, 2),
     ("self.values.users.change(value, ticket)", 5),
 ]
 
@@ -269,17 +268,28 @@ def test_without_it_something_is_not_ordered_where_a_cpu_computes(
 
 @pytest.mark.parametrize(("line", "micro_batch_size"), [("", 2), *SCALE], ids=lambda each: str(each))
 def test_a_loss_that_is_scaled(harness, tmp_path, monkeypatch, line, micro_batch_size):
-    """Between the halves of a step, while copies are under way."""
-    copy = Twin.copy
+    """Between the halves of a step, while copies of the head's gradients are under way: they end once it has begun."""
+    issue, copy, has_run, begun = TieredExecutor._issue_at, Twin.copy, threading.Event(), threading.Event()
+    own = without(TieredExecutor, "scale", line) if line else TieredExecutor.scale
 
-    def slow(twin, target, source):
-        if not isinstance(target, TwinTensor):
-            twin.current_stream().launch(partial(time.sleep, 0.05))
+    def noting(executor, at):
+        issue(executor, at)
+        if executor.program.ops[at].verb == "head":
+            has_run.set()
+
+    def held(twin, target, source):
+        if has_run.is_set() and not isinstance(target, TwinTensor):
+            twin.current_stream().launch(partial(begun.wait, 10))
         copy(twin, target, source)
 
-    monkeypatch.setattr(Twin, "copy", slow)
-    if line:
-        monkeypatch.setattr(TieredExecutor, "scale", without(TieredExecutor, "scale", line))
+    def scale(executor, factor):
+        assert has_run.is_set()
+        begun.set()
+        own(executor, factor)
+
+    monkeypatch.setattr(TieredExecutor, "_issue_at", noting)
+    monkeypatch.setattr(Twin, "copy", held)
+    monkeypatch.setattr(TieredExecutor, "scale", scale)
     given = options(tmp_path, micro_batch_size=micro_batch_size, **CHOSEN)
     outcome = pytest.raises(AssertionError) if line else nullcontext()
     with outcome, on_twin() as checker, harness.fresh(adamw, given) as optimizer:

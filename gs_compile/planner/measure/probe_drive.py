@@ -74,7 +74,7 @@ def _lane_rates(
 ) -> dict[str, Figure]:
     """Reads and writes: each alone, beside each other, and beside each of `works`.
 
-    These are timed alone after reads: after writes, a virtual machine's host may still work on these for some time.
+    These are timed alone after reads: after writes, the host of a virtual machine may be busy with them for some time.
     """
     with closing(new_lane("ssd_read")) as reader, closing(new_lane("ssd_write")) as writer:
         placed = {"read": (reader, transfers[0]), "write": (writer, transfers[1]), **works}

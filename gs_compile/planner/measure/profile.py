@@ -184,10 +184,10 @@ MIXED = {
     f"{lane}_bytes_per_second": f"{lane}_mixed_bytes_per_second" for lane in ("ssd_read", "ssd_write", "h2d", "d2h")
 } | {"update_elements_per_second": "update_mixed_elements_per_second"}
 
-LANES = {"compute": "compute", "update": "cpu", "read": "ssd_read", "write": "ssd_write"}  # by their names in entries
+LANE_OF = {"compute": "compute", "update": "cpu", "read": "ssd_read", "write": "ssd_write"}  # by their names in entries
 # The entries for work of a processor and transfers at once, by both lanes: the first one's speed beside the second.
 BESIDE = {
-    f"{name}_{other}_speed": (LANES[name], LANES[other])
+    f"{name}_{other}_speed": (LANE_OF[name], LANE_OF[other])
     for both in product(("compute", "update"), ("read", "write"))
     for name, other in permutations(both)
 }
