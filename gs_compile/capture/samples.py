@@ -27,6 +27,7 @@ from gs_compile.capture.operations import (
     PICKING,
     REGROUPING,
     SHAPING,
+    WRITING,
     argument,
     arguments_of,
     computes,
@@ -40,7 +41,7 @@ from gs_compile.capture.operations import (
     spec_made,
     tensor_spec,
 )
-from gs_compile.capture.sample_layout import PAIRING, PART, in_order, index_along, start_and_step
+from gs_compile.capture.sample_layout import INDEXING, PAIRING, PART, in_order, index_along, start_and_step
 
 # Operations along dimensions: the place of these among the arguments, and their default (None: all).
 _LAST = (1, (-1,))
@@ -190,7 +191,9 @@ def _why_rows_mix(node: fx.Node, name: str, spec: TensorSpec, provenance: Proven
         return "computes with the places of entries in the order of those of all samples, or with their numbers"
     if name == "einsum" and spec.batch_dims and not set(letters_of_samples(node)) <= set(_equation(node)[1]):
         return "sums over the samples of the batch for each of them"
-    return why_it_runs_along(node, name) or _why_it_picks(node, name, provenance)
+    if name == "embedding_bag" and has_samples(arguments_of(node)["offsets"]):
+        return "sums over bags that begin at places in the row of all samples (give each bag a row of indices)"
+    return why_it_runs_along(node, name) or _why_it_writes(node, name) or _why_it_picks(node, name, provenance)
 
 
 def why_values_mix(node: fx.Node, name: str) -> str:
@@ -333,6 +336,25 @@ def _why_it_picks(node: fx.Node, name: str, provenance: Provenance) -> str:
     is_own = isinstance(index, fx.Node) and has_samples(index) and _is_in_order(index)
     is_fixed = isinstance(index, fx.Node) and index not in provenance.data and not is_own
     return "picks among the samples by indices that none of them decides" if is_fixed else ""
+
+
+def _why_it_writes(node: fx.Node, name: str) -> str:
+    """Why an operation writes to some of the samples alone, or to places in all samples that one sample names; empty:
+    it does neither.
+    """
+    target = tensor_spec(node.args[0]) if name in WRITING or name == "setitem" else None
+    if target is None or len(target.batch_dims) != 1:
+        return ""
+    if name.startswith("scatter"):
+        return "" if has_samples(argument(node, 2, "index")) else PART
+    index: Any = argument(node, 2, "index")
+    if name in INDEXING:
+        index, row = node.args[1], index_along(node, target.batch_dims[0])
+        if isinstance(row, fx.Node):
+            return "" if has_samples(row) else PART
+    elif name not in PICKING or _are_samples(target, _dimensions(node, name, target)):
+        return ""
+    return PAIRING if any(map(has_samples, tree_leaves(index))) else ""
 
 
 def _is_order(node: fx.Node) -> bool:
