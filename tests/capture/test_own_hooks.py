@@ -128,6 +128,16 @@ def test_a_hook_on_the_backward_of_a_module_is_refused_by_name():
     loss_of(model, *batch()).backward()
 
 
+def test_a_hook_that_breaks_the_graph_ahead_of_all_blocks_is_named():
+    """Fault: the module that has it was captured alone, and the model said to have no blocks."""
+    model = compile_model(GPT())
+    hook = next(model.children()).register_forward_hook(lambda module, _, output: output + output.sum().item())
+    with pytest.raises(GraphBreakError, match=r"Dynamo breaks it at .*zoo\.py:\d+: .*\n.*Tensor.item"):
+        loss_of(model, *batch())
+    hook.remove()
+    loss_of(model, *batch()).backward()
+
+
 @pytest.mark.filterwarnings("ignore:the model.s blocks are of:gs_compile.errors.UniformityWarning")
 @pytest.mark.filterwarnings("ignore:this evaluation runs as plain:gs_compile.errors.UncapturedWarning")
 def test_hooks_by_which_layers_are_others_say_how_they_may_run(tmp_path):
