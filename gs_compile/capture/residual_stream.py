@@ -241,11 +241,12 @@ class _Search:
         last reader.
 
         Hidden states that are made at the end or after it, and that nothing reads, stay alive: they are outputs. Other
-        values made there, such as a loss, do not.
+        values made there, such as a loss, do not, nor do copies of what is read later, which a hook keeps.
         """
         change = Counter(self.place[node] for node in last)
         at_the_end = (node for node, place in last.items() if not self.readers[node] and place >= ends[-1])
-        outputs = {node for node in at_the_end if is_like(node, origin.meta["spec"])}
+        found = (node for node in at_the_end if is_like(node, origin.meta["spec"]))
+        outputs = {node for node in found if last.get(_copied(node), -1) <= self.place[node]}
         change.subtract(place for node, place in last.items() if node not in outputs)
         num_alive = list(accumulate(change[place] for place in range(len(self.place))))
         pairs = zip(ends, stops, strict=True)
@@ -311,6 +312,13 @@ def _kind(node: fx.Node) -> tuple[tuple[int, ...], torch.dtype] | None:
 def _whole(node: fx.Node) -> fx.Node:
     """The value that this one is a part of; otherwise the value itself."""
     while node.all_input_nodes and operation(node) in ("getitem", "narrow", "split", "chunk"):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _copied(node: fx.Node) -> fx.Node:
+    """The value of which this one is a copy; otherwise the value itself."""
+    while operation(node) in ("detach", "clone", "contiguous", "cpu", "to"):
         node = node.all_input_nodes[0]
     return node
 

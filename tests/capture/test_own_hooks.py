@@ -37,6 +37,17 @@ def test_hooks_that_come_later_are_called(on_all):
         torch.testing.assert_close(model(ids)[0], before)
 
 
+@pytest.mark.filterwarnings("ignore:the model.s blocks are of:gs_compile.errors.UniformityWarning")
+def test_a_hook_may_keep_a_copy_of_what_the_last_block_makes():
+    """Fault: the copy was taken for a hidden state that leaves the stack, and the loss for a part of the last block."""
+    kept = {}
+    for each in (model := compile_model(GPT(), 2), plain := GPT()):
+        each.blocks[-1].register_forward_hook(lambda module, _, output: kept.update({module: output.detach().clone()}))
+    found, expected = train(model, *batch()), train(plain, *batch())
+    assert_same_gradients(found[1], expected[1])
+    torch.testing.assert_close(kept[model.blocks[-1]], kept[plain.blocks[-1]])
+
+
 class Watched(GPT):
     def __init__(self):
         super().__init__(num_layers=3)
