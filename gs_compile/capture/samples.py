@@ -248,7 +248,7 @@ def why_it_runs_along(node: fx.Node, name: str) -> str:
         return ""
     is_pick = name in ("getitem", "setitem", "index_put") and block_of(node) is None and _picks_samples(node, spec)
     is_by_indices = name in BY_INDICES or (name in ORDERING and not spec.dtype.is_floating_point)
-    is_trusted = is_by_indices and block_of(node) is not None
+    is_trusted = is_by_indices and name != "take" and block_of(node) is not None  # that counts entries from sample 0
     if not is_pick and (is_trusted or not _are_samples(spec, _dimensions(node, name, spec))):
         return ""
     is_attention = node.target is functional.multi_head_attention_forward

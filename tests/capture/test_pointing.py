@@ -18,6 +18,7 @@ def flat(x):
 MIXES = {
     "the largest": lambda x: x.gather(0, x.argmax(0, keepdim=True).expand_as(x)),
     "the largest, beside its value": lambda x: x.gather(0, torch.max(x, dim=0, keepdim=True).indices.expand_as(x)),
+    "entries counted from the first sample": lambda x: x + x.take(x.argmax(-1))[..., None],
     "the middle": lambda x: flat(x)[flat(x).median(0).indices[0].expand(len(flat(x)))].view_as(x),
 }
 KEEPS = {
