@@ -150,6 +150,7 @@ def test_experts_are_in_pieces_where_their_tokens_stay_apart(way, size, generato
         assert "sort" in code.on_all
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "way"),
     [("mixtral", "grouped_mm"), *(pytest.param(*each, marks=pytest.mark.slow) for each in OF_TRANSFORMERS)],

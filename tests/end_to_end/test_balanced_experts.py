@@ -84,6 +84,7 @@ def evaluated(model):
     return before.loss, before.aux_loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [*(pytest.param(each, marks=pytest.mark.slow) for each in ("gpt_oss", "qwen3_moe")), "mixtral"]
 )

@@ -77,7 +77,7 @@ def trained(model, optimizer, steps, start=0):
     [
         ("torch", {}),
         pytest.param("tiers", {}, marks=pytest.mark.slow),
-        ("tiers", {"alpha": 0.5, "piece_tokens": 8}),
+        pytest.param("tiers", {"alpha": 0.5, "piece_tokens": 8}, marks=pytest.mark.slow),
         ("tiers", {"accumulate": True}),
     ],
     ids=str,

@@ -64,7 +64,7 @@ def test_the_losses_and_gradients_of_whole_units(storage):
         torch.testing.assert_close(value, whole.values[name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("outputs", ["loss", "all"])
+@pytest.mark.parametrize("outputs", [pytest.param("loss", marks=pytest.mark.slow), "all"])
 def test_a_large_vocabulary_is_in_pieces_unasked(outputs, storage):
     """Also where the logits are results; all lengths from the second on have the same code."""
     torch.manual_seed(0)

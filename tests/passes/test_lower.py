@@ -52,7 +52,7 @@ def test_every_pass_is_verified(monkeypatch):
         lower(StepSpec(3, 1))
 
 
-@pytest.mark.parametrize("on_tiers", [False, True])
+@pytest.mark.parametrize("on_tiers", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_large_program_takes_little_work(on_tiers):
     chosen = Options(parameter_ratio=0.3, optimizer_ratio=0.3, checkpoint_ratio=0.3, alpha=0.25)
     shape = StepShape(sides=frozenset("e"), side_gradients=frozenset("e"), has_total=True, tied=frozenset("eh"))
