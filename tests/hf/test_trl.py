@@ -218,7 +218,6 @@ def test_twenty_steps(case, tmp_path):
     assert curve(mine, "loss") == pytest.approx(curve(theirs, "loss"), rel=tolerance)
 
 
-@pytest.mark.slow
 def test_preferences_against_a_stored_reference(tmp_path):
     """A durable run needs the folder that models of one directory have by turns: the reference has another."""
     durable = {"reference": {"host_memory": "40MiB"}, "durability": "step"}

@@ -195,14 +195,14 @@ def test_what_was_there_stays_and_nothing_else_is_left(tmp_path, small):
 
 
 @pytest.mark.parametrize(
-    ("first_byte", "small_seconds", "expected"), [(1e-4, 3e-3, 2e-3), (3e-3, 3e-3, 3e-3), (1e-4, 9e-4, 1e-4)]
+    ("first_byte", "small_seconds", "expected"), [(1e-4, 6e-3, 2e-3), (3e-3, 6e-3, 3e-3), (1e-4, 1.8e-3, 1e-4)]
 )
 def test_a_request_costs_what_its_bytes_do_not(small, tmp_path, monkeypatch, first_byte, small_seconds, expected):
-    """Of 1 MiB at 1 GiB/s; where noise hides it, the seconds to the first byte."""
-    seconds = {PAGE: first_byte, 1 << 20: small_seconds}
-    monkeypatch.setattr(probe_drive, "_read_seconds", lambda store, memory: seconds[memory.nbytes])
-    rates = {"ssd_read_bytes_per_second": Figure(float(1 << 30), "given")}
-    monkeypatch.setattr(probe_drive, "_lane_rates", lambda *_: rates)
+    """Of 1 MiB at 1 GiB/s, half of it beside computation; where noise hides it, the seconds to the first byte."""
+    monkeypatch.setattr(probe_drive, "_read_seconds", lambda *_: first_byte)
+    rates, alone = probe_drive._rates, float(1 << 30)
+    beside = {("read",): alone, ("read", "compute"): alone / 2, ("small read", "compute"): (1 << 20) / small_seconds}
+    monkeypatch.setattr(probe_drive, "_rates", lambda *given: rates(*given) | beside)
     found = drive_rates([tmp_path], 0.1, WORKS)
     assert found["request_seconds"].value == pytest.approx(expected, rel=0.03)
 

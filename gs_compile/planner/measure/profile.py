@@ -43,7 +43,7 @@ class Profile:
         while the device computes, or while updates run.
     memory_bytes_per_second: of a pass over the memory of the device, by the device.
     op_seconds: the cost of issuing one operation.
-    request_seconds: of a request to the SSD, beyond its bytes at the lane's rate.
+    request_seconds: of a request to the SSD beyond its bytes at the lane's rate, where the device computes meanwhile.
     net_bytes_per_second: what a rank receives from other ranks while it sends as much; infinite without other ranks.
     net_hop_seconds: from one rank to the next; a ring takes as many hops as there are other ranks.
     ssd_rated_nbytes: bytes that may be written to the drives in their life (their endurance); 0 if unknown.
