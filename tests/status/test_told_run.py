@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from learner import learner
-from tiered import adamw, gpt2, options, step, tokens, two_groups
+from tiered import tokens
 from told import ABOUT, LAST
 
 import gs_compile
@@ -33,9 +33,6 @@ from gs_compile.runtime.storage.stored import FOLDER
 from gs_compile.runtime.trace import Trace
 from gs_compile.status import file, reporter, runs
 from gs_compile.status.record import RunRecord
-
-sys.path.append(str(Path(__file__).parent.parent / "ranks"))
-from launch import Fleet
 
 KEEPS_CAPTURES = True
 
@@ -343,30 +340,3 @@ def test_the_history_is_thinned():
 def test_options_are_checked(option, words):
     with pytest.raises(OptionError, match=words):
         Options.of(option)
-
-
-def trains(info, tmp_path):
-    reporter.SECONDS = 0.02
-    model = gpt2()
-    optimizer = adamw(two_groups(model))
-    model.compile(backend="greedysnake", options=options(tmp_path / "storage"))
-    step(model, optimizer, tokens(0))
-    (tmp_path / "trained").touch()
-    time.sleep(60)
-
-
-def test_a_killed_run_is_shown_as_ended_and_the_next_one_removes_its_file(tmp_path):
-    storage, path = tmp_path / "storage", tmp_path / "storage" / FOLDER / STATUS
-    with Fleet(1, initialize=False) as fleet:
-        fleet.begin(trains, tmp_path)
-        fleet.wait_for(tmp_path, "trained")
-        until(path.exists)
-        assert file.is_alive(file.read(path))
-        fleet.processes[0].kill()
-        fleet.processes[0].join()
-    found = file.read(path)
-    assert found.state == "running"
-    assert not file.is_alive(found)
-    with learner(storage) as one:
-        one.train(0)
-    assert not list(storage.iterdir())
