@@ -139,7 +139,7 @@ def test_the_micro_batch_size_is_chosen():
 
 def test_without_a_batch_it_is_the_smallest_that_saturates():
     """By the paper's rule one more brings less than 1 %, by the other less than a tenth of what it is more (fault 22)."""
-    settings = {"machine": "laptop", "micro_batch_size": 1, "host_memory": "130MiB"}
+    settings = {"machine": "laptop", "micro_batch_size": 1, "host_memory": "130MiB", "alpha": 0.0}
     found = {rule: plan(TINY, **settings, saturation=rule) for rule in ("paper", "relative")}
     rates = [rate for _, _, rate in found["paper"].history]
     number = found["paper"].num_micro_batches
@@ -236,7 +236,7 @@ def test_where_nothing_moves_there_is_nothing_to_keep():
 def test_a_config_is_planned_in_bf16_like_a_name():
     config = GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=100, n_positions=32)
     settings = {"machine": HERE, "sequence": 16, "micro_batch_size": 1, "num_micro_batches": 2, "recompute": "all"}
-    found = plan(config, **settings, alpha=0.0).workload
+    found = planner_of(config, Request(**settings)).problem(1).workload
     assert (found.name, found.num_layers, found.sequence, found.dtype) == ("gpt2", 2, 16, "bf16")
     assert all((size.itemsize, size.state_itemsize) == (2, 10) for size in found.sizes)
     assert planner_of(config, Request(precision="model", **settings)).problem(1).workload.dtype == "fp32"
