@@ -2,11 +2,13 @@
 # pyproject.toml or constraints.txt change. torch is whatever build pip finds for this machine, CPU or CUDA.
 
 PYTHON ?= python3
-PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder # which would leave files of few, long tests to the end
+# 3 workers for 2 cores, as tests wait for processes and drives; reordering would leave files of few, long tests
+# to the end.
+PYTEST_ARGS ?= -n 3 --dist loadfile --no-loadscope-reorder
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest # as many workers as cores: threads of torch would be in their way
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest # threads of torch would be in the workers' way
 PEERS := .venv-peers
 DOCS := .venv-docs
 OLDEST := .venv-oldest

@@ -40,7 +40,7 @@ def plainly(formula, budgets, request):
     """The paper's algorithm as it stands: every alpha of every n."""
     found, history = None, []
     for n in range(1, 200):
-        alphas = request.alphas
+        alphas = (1.0,) if request.clip else ALPHAS[::3]
         fitting = filter(
             None, [System(ProblemData(formula, budgets, request), n, alpha).solution() for alpha in alphas]
         )
