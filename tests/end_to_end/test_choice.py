@@ -278,7 +278,6 @@ def test_what_is_wrong_with_a_plan_is_told(harness, storage, budget, monkeypatch
         step(harness.model, optimizer, tokens(0))
 
 
-@pytest.mark.slow
 def test_a_first_batch_that_is_larger_than_one_evaluated_before_it(harness, storage):
     """What the plan for the smaller one has put into the memory that a step needs, goes to SSD."""
     losses = []

@@ -36,7 +36,6 @@ def sequence(harness, given, sizes):
     return found, placements
 
 
-@pytest.mark.slow
 def test_a_larger_batch_keeps_no_more_on_the_device_than_was_planned(harness, tmp_path):
     sizes = (3, 7, 2)
     found, placements = sequence(harness, separate(tmp_path, ratios=ON_DEVICE), sizes)

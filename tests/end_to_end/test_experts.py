@@ -192,7 +192,6 @@ def test_experts_save_beside_what_is_of_a_known_size(tmp_path):
     assert distance(found, train(None, lengths=(4, 4, 6))) < 1e-6
 
 
-@pytest.mark.slow
 # A torch that names whole sources makes the first length's code for all.
 @pytest.mark.filterwarnings(f"{'error' if NAMES_DIMENSIONS else 'ignore'}::gs_compile.errors.LengthWarning")
 def test_dropout_in_experts_drops_the_same_again(tmp_path):

@@ -44,7 +44,6 @@ def states(optimizer):
     }
 
 
-@pytest.mark.slow
 def test_a_schedule_learns_what_plain_pytorch_does(tmp_path, caplog):
     """Moments and steps are each parameter's own; a run that is loaded from plain PyTorch's state goes on likewise."""
     make = partial(torch.optim.AdamW, lr=1e-2, eps=1e-4)

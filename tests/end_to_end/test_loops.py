@@ -241,7 +241,7 @@ def test_r_drop(all_outputs, tmp_path):
         assert_same(each, found[0])
 
 
-@pytest.mark.parametrize("loop", [pytest.param(each, marks=pytest.mark.slow) for each in (accumulated, three_forwards)])
+@pytest.mark.parametrize("loop", [pytest.param(accumulated, marks=pytest.mark.slow), three_forwards])
 def test_on_a_device_every_access_is_ordered(loop, harness, tmp_path):
     """On the twin that runs late; it sums the squares of a norm in another order."""
     given = PLACES["on a device, mixed"]

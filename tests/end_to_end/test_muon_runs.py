@@ -205,7 +205,6 @@ def sorted_by(spans):
     return sorted(spans, key=lambda span: span.offset)
 
 
-@pytest.mark.slow
 def test_by_a_plan_in_little_memory(tmp_path):
     """What is chosen, updates in pieces among it, learns the same bits; a matrix is set aside of the budget."""
     harness = Harness(partial(gpt2, 4, 128, tied=False))

@@ -109,7 +109,6 @@ def test_the_halves_draw_the_masks_of_the_block(build, compiler):
     assert_same_gradients(found["single"][1], found["vertical"][1], 1e-6)
 
 
-@pytest.mark.slow
 def test_hidden_states_and_gradients_from_outside():
     torch._dynamo.reset()
     model, found = small("llama"), {}
