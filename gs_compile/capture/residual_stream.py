@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
@@ -33,6 +33,8 @@ from gs_compile.capture.stacks import Stack, stacks
 from gs_compile.errors import UniformityError
 
 log = logging.getLogger(__name__)
+
+_PARTS, _COPIES = ("getitem", "narrow", "split", "chunk"), ("detach", "clone", "contiguous", "cpu", "to")
 
 Readers = Mapping[fx.Node, Sequence[fx.Node]]  # nodes in graph order, each with its readers among them
 
@@ -165,7 +167,7 @@ class _Search:
         kinds = set(map(_kind, first))
         is_even = None not in kinds and (len(kinds) == 1 or bool(stream.uncut))
         is_even &= kinds.issuperset(map(_kind, chain.from_iterable(inner)))
-        return is_even and all(not kinds.isdisjoint((_kind(node), _kind(_whole(node)))) for node in last)
+        return is_even and all(not kinds.isdisjoint((_kind(node), _kind(_source(node, _PARTS)))) for node in last)
 
     def _alive(self, stream: ResidualStream, end: int) -> list[fx.Node]:
         """The values of a stream that are alive at a place, in the order of the graph."""
@@ -246,7 +248,7 @@ class _Search:
         change = Counter(self.place[node] for node in last)
         at_the_end = (node for node, place in last.items() if not self.readers[node] and place >= ends[-1])
         found = (node for node in at_the_end if is_like(node, origin.meta["spec"]))
-        outputs = {node for node in found if last.get(_copied(node), -1) <= self.place[node]}
+        outputs = {node for node in found if last.get(_source(node, _COPIES), -1) <= self.place[node]}
         change.subtract(place for node, place in last.items() if node not in outputs)
         num_alive = list(accumulate(change[place] for place in range(len(self.place))))
         pairs = zip(ends, stops, strict=True)
@@ -309,16 +311,9 @@ def _kind(node: fx.Node) -> tuple[tuple[int, ...], torch.dtype] | None:
     return None if spec is None else (spec.shape, spec.dtype)
 
 
-def _whole(node: fx.Node) -> fx.Node:
-    """The value that this one is a part of; otherwise the value itself."""
-    while node.all_input_nodes and operation(node) in ("getitem", "narrow", "split", "chunk"):
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _copied(node: fx.Node) -> fx.Node:
-    """The value of which this one is a copy; otherwise the value itself."""
-    while operation(node) in ("detach", "clone", "contiguous", "cpu", "to"):
+def _source(node: fx.Node, operations: Container[str]) -> fx.Node:
+    """The value that this one is a part or a copy of, as these operations make it; otherwise the value itself."""
+    while node.all_input_nodes and operation(node) in operations:
         node = node.all_input_nodes[0]
     return node
 

@@ -74,6 +74,7 @@ ALONG_DIMENSIONS: dict[str, tuple[int, tuple[int, ...] | None]] = {
     "rot90": (2, (0, 1)),
     "searchsorted": (_FIXED, (-1,)),
     **dict.fromkeys(("select_scatter", "slice_scatter"), (2, (0,))),
+    "take": (_FIXED, None),  # counts entries from the first one of the first sample
     **dict.fromkeys("tril triu".split(), (_FIXED, (-2, -1))),  # by numbers of rows
     # of matrices
     **dict.fromkeys(
@@ -90,7 +91,7 @@ POINTING: dict[str, tuple[int, tuple[int, ...] | None]] = {
     "mode": _LAST,
     "kthvalue": (2, (-1,)),
 }
-BY_INDICES = {**dict.fromkeys(PICKING, _LAST), **dict.fromkeys(("take", "take_along_dim"), (2, None))}
+BY_INDICES = {**dict.fromkeys(PICKING - {"take"}, _LAST), "take_along_dim": (2, None)}
 LAST_DIMENSIONS = frozenset("layer_norm rms_norm native_layer_norm".split())  # as many of these as they are given
 # These read neighbours along the dimensions from this one on, or normalise over them.
 OF_IMAGES = {
@@ -246,9 +247,9 @@ def why_it_runs_along(node: fx.Node, name: str) -> str:
         return ""
     if name in POINTING and not _points_among_floats(node, spec):
         return ""
-    is_pick = name in ("getitem", "setitem", "index_put") and block_of(node) is None and _picks_samples(node, spec)
+    is_pick = name in INDEXING and block_of(node) is None and _picks_samples(node, spec)
     is_by_indices = name in BY_INDICES or (name in ORDERING and not spec.dtype.is_floating_point)
-    is_trusted = is_by_indices and name != "take" and block_of(node) is not None  # that counts entries from sample 0
+    is_trusted = is_by_indices and block_of(node) is not None
     if not is_pick and (is_trusted or not _are_samples(spec, _dimensions(node, name, spec))):
         return ""
     is_attention = node.target is functional.multi_head_attention_forward
@@ -291,7 +292,7 @@ def _equation(einsum: fx.Node) -> tuple[list[str], str]:
 
 
 def _picks(name: str) -> bool:
-    return name in ("getitem", "setitem", "index_put", "embedding_bag") or name in BY_INDICES
+    return name in INDEXING | {"embedding_bag", "take"} or name in BY_INDICES
 
 
 def _picks_samples(node: fx.Node, spec: TensorSpec) -> bool:
@@ -312,7 +313,7 @@ def _picks_own_rows(node: fx.Node, name: str, numbers: Sequence[fx.Node]) -> boo
         return True
     if name in BY_INDICES:
         return _are_samples(target, _dimensions(node, name, target))
-    if name in ("getitem", "setitem", "index_put"):
+    if name in INDEXING:
         used = [each for each in tree_leaves(node.args[1]) if each in numbers]
         return used in ([], [index_along(node, target.batch_dims[0])])
     return True
@@ -328,7 +329,7 @@ def _why_it_picks(node: fx.Node, name: str, provenance: Provenance) -> str:
         return ""
     if name == "embedding":
         index = arguments_of(node)["input"]
-    elif name in ("getitem", "setitem", "index_put"):
+    elif name in INDEXING:
         index = index_along(node, spec.batch_dims[0])
     elif name in BY_INDICES and _are_samples(spec, _dimensions(node, name, spec)):
         named = [node.kwargs[key] for key in ("index", "indices") if key in node.kwargs]
@@ -345,16 +346,16 @@ def _why_it_writes(node: fx.Node, name: str) -> str:
     target = tensor_spec(node.args[0]) if name in WRITING or name == "setitem" else None
     if target is None or len(target.batch_dims) != 1:
         return ""
-    if name.startswith("scatter"):
-        return "" if has_samples(argument(node, 2, "index")) else PART
-    index: Any = argument(node, 2, "index")
+    row, named = None, node.args[1] if name in INDEXING else argument(node, 2, "index")
     if name in INDEXING:
-        index, row = node.args[1], index_along(node, target.batch_dims[0])
-        if isinstance(row, fx.Node):
-            return "" if has_samples(row) else PART
+        row = index_along(node, target.batch_dims[0])
+    elif name.startswith("scatter"):
+        row = named
     elif name not in PICKING or _are_samples(target, _dimensions(node, name, target)):
         return ""
-    return PAIRING if any(map(has_samples, tree_leaves(index))) else ""
+    if isinstance(row, fx.Node):
+        return "" if has_samples(row) else PART
+    return PAIRING if any(map(has_samples, tree_leaves(named))) else ""
 
 
 def _is_order(node: fx.Node) -> bool:

@@ -153,7 +153,7 @@ def test_experts_are_in_pieces_where_their_tokens_stay_apart(way, size, generato
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "way"),
-    [("mixtral", "grouped_mm"), *(pytest.param(*each, marks=pytest.mark.slow) for each in OF_TRANSFORMERS)],
+    [("mixtral", "grouped_mm"), *OF_TRANSFORMERS],
 )
 def test_experts_of_transformers_are_in_pieces(name, way):
     """With what the loss that balances them reads of the router."""

@@ -114,7 +114,6 @@ def test_deterministic_algorithms_alone(learned, tmp_path, monkeypatch):
     assert all(is_on for _, is_on in found)
 
 
-@pytest.mark.slow
 def test_layers_that_do_not_fit_run_in_pieces(tmp_path, monkeypatch):
     """Planned by what there is for what code computes with; the bits are those of pieces that are asked for, on a CPU.
 
@@ -373,7 +372,6 @@ def test_a_model_that_is_sent_to_the_cpu_and_back(tmp_path):
     optimizer.engine.tiers.close()
 
 
-@pytest.mark.slow
 def test_evaluation_generation_and_state_dicts(tmp_path):
     """Of transformers' own GPT-2."""
     losses, values, written = used_between_steps(small("gpt2"), options(tmp_path / "cpu", **MIXED))

@@ -85,10 +85,8 @@ def evaluated(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [*(pytest.param(each, marks=pytest.mark.slow) for each in ("gpt_oss", "qwen3_moe")), "mixtral"]
-)
-@pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("size", [2, 1, 5])
 def test_a_loss_of_routers(name, size):
     both_ways(in_memory(name), half_of_the_loss, micro_batch_size=size, tolerance=2e-6)
 

@@ -143,7 +143,6 @@ def test_larger_batches_that_keep_nothing(storage, precision, alpha, bound, sepa
     assert seen.warm == [False, *(kept and holds and not over for kept, holds, over in after)]
 
 
-@pytest.mark.slow
 def test_a_larger_batch_fits_where_it_keeps_nothing(storage):
     """In the memory that the first one takes: checkpoints are all on SSD, and layers save nothing."""
     harness, sizes, needs = shared(vocab_size=1000), (2, 64, 2, 2), []

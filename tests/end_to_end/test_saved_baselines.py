@@ -65,7 +65,6 @@ def checked(given, usual):
     return placement, planned_peak(program, "host"), mapped_nbytes, shown
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("separate", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_on_each_tier(usual, tmp_path, schedule, separate):

@@ -157,7 +157,6 @@ def test_a_model_that_transformers_has_quantized_is_that_of_its_checkpoint(codec
         assert torch.equal(model.merge_and_unload().get_parameter(name), wanted.get_parameter(name).detach().clone())
 
 
-@pytest.mark.slow
 def test_a_checkpoint_is_decoded_by_transformers_where_that_is_asked_for(tmp_path):
     """And what is frozen is encoded then, in the first call."""
     folder, config = tmp_path / "saved", transformers.FineGrainedFP8Config(dequantize=True)

@@ -97,7 +97,6 @@ def whole(tmp_path_factory):
     return found
 
 
-@pytest.mark.slow
 def test_its_checkpoint_is_older(whole, tmp_path, caplog, monkeypatch):
     """The last step of an epoch was committed in the first call of the next. A finished run has nothing left to do."""
     interrupted(tmp_path, Interrupts(4), **SAVES)

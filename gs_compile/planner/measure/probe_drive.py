@@ -33,7 +33,7 @@ from gs_compile.runtime.storage.movers import Transfer
 from gs_compile.runtime.storage.store import Extent, Store
 from gs_compile.runtime.stream import Device
 
-Rates: TypeAlias = dict[tuple[str, ...], float]  # bytes a second of the first, beside the others
+RatesBeside: TypeAlias = dict[tuple[str, ...], float]  # amounts a second of the first work, beside the others
 
 REQUEST_NBYTES = 64 << 20  # as large as a small layer's part: many blocks, but much shorter than a round
 NUM_REQUESTS = 8  # of each direction: half a gigabyte each
@@ -76,13 +76,15 @@ def drive_rates(
     }
 
 
-def _rates(requests: Mapping[str, Work], works: Mapping[str, Placed], seconds: float) -> Rates:
+def _rates(requests: Mapping[str, Work], works: Mapping[str, Placed], seconds: float) -> RatesBeside:
     """Reads and writes: each alone, beside each other, and beside each of `works`; small reads beside computation.
 
     These are timed alone after reads: after writes, the host of a virtual machine may be busy with them for some time.
     """
     with closing(new_lane("ssd_read")) as reader, closing(new_lane("ssd_write")) as writer:
-        placed = {name: (writer if name == "write" else reader, work) for name, work in requests.items()} | {**works}
+        lanes = {"read": reader, "small read": reader, "write": writer}
+        placed: dict[str, Placed] = {name: (lanes[name], work) for name, work in requests.items()}
+        placed |= works
         sets = [{"write"}, {"read", "write"}, *({each, "write"} for each in works)]
         sets += [{"read"}, *({each} for each in works), *({each, "read"} for each in works), {"small read", "compute"}]
         at_once(dict(works.values()), seconds / 10)  # the first ones are slow
@@ -94,12 +96,11 @@ def _rates(requests: Mapping[str, Work], works: Mapping[str, Placed], seconds: f
     }
 
 
-def _request_seconds(rates: Rates, nbytes: int, first_byte: float) -> Figure:
-    """What a request takes beside its bytes at the lane's rate, while the device computes, as in a run.
+def _request_seconds(rates: RatesBeside, nbytes: int, first_byte: float) -> Figure:
+    """What a request takes beyond its bytes at the lane's rate, where the device computes meanwhile, as in a run.
 
-    On a CPU, its threads then wait for a core several times: beside computation, 7 MiB took 2 ms more than at the rate
-    of large requests, and alone 0.6 ms more. The simulator slows all of a request down beside computation, so the
-    figure is that of a lane alone.
+    On a CPU its threads then wait for a core several times, whatever its size (`benchmarks.ssd --sizes`). The simulator
+    slows all of a request down beside computation, so the figure is that of a lane alone.
     """
     speed = min(1.0, rates["read", "compute"] / rates["read",])
     beyond = nbytes * (speed / rates["small read", "compute"] - 1 / rates["read",])
@@ -107,7 +108,7 @@ def _request_seconds(rates: Rates, nbytes: int, first_byte: float) -> Figure:
     return Figure(max(first_byte, beyond), how)
 
 
-def _figures(rates: Rates, works: Mapping[str, Placed], how: str) -> dict[str, Figure]:
+def _figures(rates: RatesBeside, works: Mapping[str, Placed], how: str) -> dict[str, Figure]:
     speeds = {
         f"{name}_{other}_speed": Figure(min(1.0, rates[name, other] / rates[name,]), f"{name} beside {other} and alone")
         for pair_of in product(works, ("read", "write"))
