@@ -49,6 +49,7 @@ COMMANDS: Mapping[str, Sequence[str]] = {  # of each file of results, what follo
     "checksums": ["checksums --rounds 9 --request-mib 128 --requests 2"],
     "ssd": ["ssd --request-mib 256 --requests 4 --rounds 7"],
     "ssd-pages": ["ssd --request-mib 64 --requests 8 --rounds 7 --pages"],
+    "ssd-sizes": ["ssd --request-mib 64 --requests 8 --rounds 7 --sizes"],
     "optimizer": ["optimizer"],
     "optimizer-passive": ["optimizer --passive"],
     "first_step": ["first_step"],

@@ -45,13 +45,14 @@ def turns_table(found: Found) -> str:
 
 def drive_table(found: Found) -> str:
     """Of `benchmarks.ssd`: ours against another in turns, in bytes a second."""
-    names = list(found["median_bytes_per_second"]["read"])
+    middle = found["median_bytes_per_second"]
+    names = list(next(iter(middle.values())))
     rows = [
-        (label, *(f"{rates[name] / 1e9:.2f} GB/s" for name in names), f"{found['ratio'][load]:.2f} x")
-        for load, label in LOADS.items()
-        for rates in [found["median_bytes_per_second"][load]]
+        (LOADS.get(load, load), *(f"{rates[name] / 1e9:.2f} GB/s" for name in names), f"{found['ratio'][load]:.2f} x")
+        for load, rates in middle.items()
     ]
     labels = {"store": "ours", "huge": "huge pages, as a run asks for", "small": "pages of 4 KiB"}
+    labels |= {"beside": "beside computation"}
     return table(("", *(labels.get(name, name) for name in names), "ratio"), rows)
 
 

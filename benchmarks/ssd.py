@@ -9,11 +9,13 @@ by itself. Nothing else should use the disk meanwhile.
     python -m benchmarks.ssd --directory /mnt/nvme0 --output benchmarks/results/ssd.json
     python -m benchmarks.ssd --directory /mnt/nvme0 --sweep       # why grid.BLOCK and ssd.THREADS are what they are
     python -m benchmarks.ssd --directory /mnt/nvme0 --pages --output benchmarks/results/ssd-pages.json
+    python -m benchmarks.ssd --directory /mnt/nvme0 --sizes --output benchmarks/results/ssd-sizes.json
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import mmap
 import os
@@ -24,12 +26,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.common import conditions, medians, parser_of, save
+from gs_compile.planner.measure import rates as measuring
+from gs_compile.planner.measure.probe import products_on
 from gs_compile.runtime.slab import map_memory
 from gs_compile.runtime.storage import grid, movers, ssd
 from gs_compile.runtime.storage.store import Store
@@ -38,6 +43,8 @@ MIB = 1 << 20
 LOADS = ("read", "write", "mixed")
 FIO_BLOCKS = (1, 4, 16, 64)  # MiB
 FIO_DEPTHS = (1, 4, 16)
+SIZES = (4, 8, 16, 64)  # MiB
+SIZE_SECONDS = 0.5  # of a round of one size
 
 
 def main() -> None:
@@ -49,8 +56,10 @@ def main() -> None:
     parser.add_argument("--disk", default="unsaid", help="what it is, for the record")
     parser.add_argument("--sweep", action="store_true", help="the store's block sizes and threads instead")
     parser.add_argument("--pages", action="store_true", help="the store with huge pages and with small ones instead")
+    parser.add_argument("--sizes", action="store_true", help="reads of several sizes, also beside computation, instead")
     arguments = parser.parse_args()
-    result = (sweep if arguments.sweep else pages if arguments.pages else compare)(arguments)
+    chosen = sweep if arguments.sweep else pages if arguments.pages else sizes if arguments.sizes else compare
+    result = chosen(arguments)
     print(json.dumps(result, indent=1))
     save(result, arguments.output)
 
@@ -125,6 +134,38 @@ def pages(arguments: argparse.Namespace) -> dict[str, Any]:
         "ratio": {load: middle[load]["huge"] / middle[load]["small"] for load in LOADS},
         "bytes_per_second": rates,
     }
+
+
+def sizes(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Medians of rounds of reads of each size, one after the other on a lane: alone, and beside matrix products."""
+    before, products = asked(arguments), products_on(torch.device("cpu"))
+    folder = Path(tempfile.mkdtemp(dir=arguments.directory))
+    try:
+        with Store([folder]) as store, closing(measuring.new_lane("ssd_read")) as lane:
+            extent = Lanes(store, arguments, mapped_pages).extents["read"]
+            loads: list[measuring.Load] = []
+            for size in SIZES:
+                read = reads(extent.read, mapped_pages(size * MIB), extent.nbytes)
+                loads += [{lane: read}, {lane: read, None: products}]
+            seconds = SIZE_SECONDS * len(loads) * arguments.rounds
+            found = [each[lane] for each in measuring.medians(loads, seconds, arguments.rounds)]
+    finally:
+        shutil.rmtree(folder)
+    by_size = {size: {"alone": found[2 * at], "beside": found[2 * at + 1]} for at, size in enumerate(SIZES)}
+    middle = {f"{size} MiB": rates for size, rates in by_size.items()}
+    ratio = {name: rates["beside"] / rates["alone"] for name, rates in middle.items()}
+    return {**before, "load_after": os.getloadavg()[0], "median_bytes_per_second": middle, "ratio": ratio}
+
+
+def reads(read: Callable[..., movers.Transfer], memory: torch.Tensor, nbytes: int) -> measuring.Work:
+    """Reads of this memory's size, through all of so many bytes, again and again."""
+    places = itertools.cycle(range(0, nbytes - memory.nbytes + 1, memory.nbytes))
+
+    def one() -> float:
+        read(memory, next(places)).wait()
+        return memory.nbytes
+
+    return one
 
 
 class Lanes:

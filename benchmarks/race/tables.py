@@ -188,7 +188,7 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {  # the files of results, a
     "step": ("step-cpu", step_table),
     **{name: (name, turns_table) for name in ("tiers", "tiers-io-bound", "durable", "durable-io-bound")},
     "memory": ("memory-*", memory_table),
-    **{name: (name, drive_table) for name in ("ssd", "ssd-pages")},
+    **{name: (name, drive_table) for name in ("ssd", "ssd-pages", "ssd-sizes")},
     "updates": ("optimizer*", updates_table),
     "checksums": ("checksums", checksums_table),
     "wear": ("wear", wear_table),

@@ -99,8 +99,8 @@ def _rates(requests: Mapping[str, Work], works: Mapping[str, Placed], seconds: f
 def _request_seconds(rates: RatesBeside, nbytes: int, first_byte: float) -> Figure:
     """What a request takes beyond its bytes at the lane's rate, where the device computes meanwhile, as in a run.
 
-    On a CPU its threads then wait for a core several times, whatever its size (`benchmarks.ssd --sizes`). The simulator
-    slows all of a request down beside computation, so the figure is that of a lane alone.
+    Beside computation on a CPU, reads of 8 MiB have four fifths of the rate of large ones (`benchmarks.ssd --sizes`).
+    The simulator slows all of a request down there, so the figure is that of a lane alone.
     """
     speed = min(1.0, rates["read", "compute"] / rates["read",])
     beyond = nbytes * (speed / rates["small read", "compute"] - 1 / rates["read",])
