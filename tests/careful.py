@@ -40,6 +40,10 @@ class Careful(nn.Module):
             raise ValueError(f"too big: {len(scale)}")
         if self.where == "by a branch that is not taken" and not (scale.abs() < BIG).all():
             raise ValueError("too big")
+        if self.where == "by one of two" and (scale.isnan().any() or scale.abs().max() >= BIG):
+            raise ValueError("no number, or too big")
+        if self.where == "by the last branch":
+            self.refuse_first(scale)
         x = self.words(ids) * scale[:, None, None]
         if self.where == "ahead of blocks":
             assert (x.abs() < BIG).all(), "too big"
@@ -52,3 +56,11 @@ class Careful(nn.Module):
         if self.where == "of the loss":
             assert loss < BIG, "too big"
         return loss
+
+    def refuse_first(self, scale):
+        """As pytorch-crf checks its mask: where the code ends, Python jumps past the end of other branches."""
+        if scale is not None:
+            is_new = self.where is None and scale.isnan().any()
+            is_small = self.where is not None and scale.abs().max() < BIG
+            if not is_new and not is_small:
+                raise ValueError("too big")

@@ -2,7 +2,7 @@
 
 * ``torch._check_tensor_all`` is traced like an ``assert``: its condition stays a tensor (`checks`).
 * ``torch.nn.functional.ctc_loss`` gives a loss for each sample (`speech`).
-* ``if tensor: raise ...`` is such a check too.
+* A branch by the value of a tensor, one way of which only raises, is such a check too.
 * A size in a string that also has values of tensors stays a symbol: such a string is not read while tracing.
 * ``torch.cat(list(x))`` becomes ``x.flatten(0, 1)``, so that the number of rows stays a symbol. If a list of rows is
   read otherwise, the number is fixed, as Dynamo does.
@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial, partialmethod
 from inspect import signature
-from itertools import takewhile
+from itertools import islice
 from typing import Any, NoReturn, cast
 
 import torch
@@ -108,28 +108,31 @@ def _assert(translator: Any, condition: VariableTracker) -> None:
     translator.output.create_proxy("call_function", torch._assert_async, (condition.as_proxy(),), {})
 
 
-def _jump_over_raise(name: str, translator: Any, instruction: Any) -> None:
-    """Trace a jump that skips only a ``raise``, depending on a tensor's value, as a check of that value."""
-    value = translator.stack[-1]
+def _jump_around_raise(name: str, translator: Any, instruction: Any) -> None:
+    """Trace a jump past a ``raise``, or to one, depending on a tensor's value, as a check of that value."""
+    value, follows = translator.stack[-1], _raises(translator, translator.instruction_pointer)
     if (
-        _only_raises(translator, instruction)
+        follows != _raises(translator, translator.indexof[instruction.target])
         and value.is_tensor()
         and value.as_proxy().node.meta["example_value"].numel() == 1
     ):
         translator.pop()
-        _assert(translator, value if "TRUE" in name else value.call_method(translator, "logical_not", [], {}))
-        translator.jump(instruction)
+        is_wanted = follows == ("TRUE" in name)
+        _assert(translator, value if is_wanted else value.call_method(translator, "logical_not", [], {}))
+        if follows:
+            translator.jump(instruction)
     else:
         getattr(InstructionTranslatorBase, name)(translator, instruction)
 
 
-def _only_raises(translator: Any, instruction: Any) -> bool:
-    """Whether what a jump skips only raises, without a handler in this function; false for an ``assert``."""
-    following = translator.instructions[translator.instruction_pointer :]
-    passed = list(takewhile(lambda each: each is not instruction.target, following))
-    if not passed or passed[-1].opname != "RAISE_VARARGS" or passed[-1].exn_tab_entry is not None:
-        return False
-    return not any(each.opname.startswith(_BEYOND) or "JUMP" in each.opname for each in passed)
+def _raises(translator: Any, pointer: int) -> bool:
+    """Whether the instructions from here on only raise, without a handler in this function; false for an ``assert``."""
+    for each in islice(translator.instructions, pointer, None):
+        if each.opname == "RAISE_VARARGS":
+            return each.exn_tab_entry is None
+        if each.opname.startswith(_BEYOND) or "JUMP" in each.opname:
+            break
+    return False
 
 
 def _build_string(translator: InstructionTranslatorBase, instruction: Any) -> None:
@@ -347,5 +350,5 @@ _HANDLERS: dict[Any, Callable[..., VariableTracker]] = {
 _JUMPS = [f"POP_JUMP_{way}IF_{value}" for way in ("", "FORWARD_") for value in ("TRUE", "FALSE")]
 _INSTRUCTIONS: dict[int, Callable[..., None]] = {
     dis.opmap["BUILD_STRING"]: _build_string,
-    **{dis.opmap[name]: partial(_jump_over_raise, name) for name in _JUMPS if name in dis.opmap},
+    **{dis.opmap[name]: partial(_jump_around_raise, name) for name in _JUMPS if name in dis.opmap},
 }

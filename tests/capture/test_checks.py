@@ -27,6 +27,8 @@ WHERE = (
     "of a count",
     "by a branch",
     "by a branch that is not taken",
+    "by one of two",
+    "by the last branch",
     "ahead of blocks",
     "in a block",
     "behind a block",
