@@ -307,10 +307,13 @@ class _Separation:
         """An operation on sums or means."""
         state: State | None = None
         is_binary = len(node.args) == 2 and not node.kwargs
+        is_scaled = (
+            len(node.args) == 2 and {*node.kwargs} == {"alpha"} and self._kind(node.kwargs["alpha"], node) == "same"
+        )
         match LINEAR_IN.get(name):
             case "the one" if len(node.all_input_nodes) == 1:
                 state = self._linear(node)
-            case "all" if is_binary or name in JOINING:
+            case "all" if is_binary or is_scaled or name in JOINING:
                 state = self._add(node, joins=name in JOINING)
             case ("either" | "the first") as where if is_binary:
                 state = self._scale(node, *node.args, commutes=where == "either")

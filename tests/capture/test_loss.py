@@ -72,6 +72,9 @@ FORMS = {
     "count clamped": lambda p, y: (p.logsumexp(-1) * mask_of(y)).sum() / mask_of(y).sum().clamp(min=1),
     "weights that add to one": lambda p, y: (p.logsumexp(-1) * (mask_of(y) / mask_of(y).sum())).sum(),
     "z-loss": lambda p, y: cross_entropy(p, y) + 1e-2 * (p.logsumexp(-1) ** 2).mean(),
+    "z-loss, by a factor of the sum": lambda p, y: (
+        cross_entropy(p, y).add_((p.logsumexp(-1) ** 2).mean(), alpha=1e-2).sub(p.sum(), alpha=0.5)
+    ),
     "linear combination": lambda p, y: (
         2 * cross_entropy(p, y) - p.sum() / 3 + 0.25 * p.pow(2).mean() - (1 - p.mean()) + 7
     ),

@@ -45,6 +45,7 @@ REFUSALS = {
     "product of means": (lambda p, y: p.mean() * p.exp().mean(), "`mul` of values reduced over the batch"),
     "root of a mean": (lambda p, y: p.pow(2).mean().sqrt(), "`sqrt` of values reduced over the batch"),
     "variance over the batch": (lambda p, y: p.var(0).sum(), "(var) reduces over the samples of the batch"),
+    "a sum times the batch size": (lambda p, y: torch.add(p.mean(), p.mean(), alpha=p.shape[0]), "is not a sum of"),
     "variance by hand": (lambda p, y: (p - p.mean(0)).pow(2).mean(), "adds a value reduced over the batch to every"),
     "largest with its index": (lambda p, y: p.max(0).values.sum(), "reduces over the samples of the batch"),
     "norm": (lambda p, y: p.norm(), "(norm) reduces over the samples of the batch"),
