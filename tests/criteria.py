@@ -7,6 +7,8 @@ from captured import TOKENS, WIDTH, WORDS, Tiny, batch, captured, run
 from torch import nn
 from torch.nn import functional
 
+from gs_compile.capture.arrange import needed_by
+
 EXACT = 1e-6  # relative and absolute, fp32
 WEIGHT = torch.linspace(0.5, 2.0, WORDS)
 
@@ -91,9 +93,9 @@ def alone(separated, node):
     """A module that returns one node; it must not need a total."""
     graph = torch.fx.Graph()
     graph.output(graph.graph_copy(separated.module.graph, known := {}) and known[node])
-    graph.eliminate_dead_code()
-    for placeholder in [n for n in graph.nodes if n.op == "placeholder" and not n.users]:
-        graph.erase_node(placeholder)
+    needed = needed_by([known[node]], graph)
+    for each in reversed([each for each in graph.nodes if each.op != "output" and each not in needed]):
+        graph.erase_node(each)
     return torch.fx.GraphModule(separated.module, graph)
 
 

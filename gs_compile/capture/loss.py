@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -317,6 +318,8 @@ class _Separation:
                 state = self._add(node, joins=name in JOINING)
             case ("either" | "the first") as where if is_binary:
                 state = self._scale(node, *node.args, commutes=where == "either")
+            case None if name == "setitem":
+                state = self._write(node, *node.args)
         if state is None and self._globalise(node, node.all_input_nodes):
             state = self._rule(node)
         return state or _mixed(node, no_shares(name))
@@ -363,11 +366,28 @@ class _Separation:
         if kinds <= {"mean", "same"}:
             return State("mean")
 
-        def share(operand: Any) -> Any:
-            return operand if self._kind(operand, node) == "sum" else self.shares.of(operand, node)
-
+        share = partial(self._share, before=node)
         node.args = (map_arg if joins else map_aggregate)(node.args, share)
         node.kwargs = map_arg(node.kwargs, share)
+        return State("sum")
+
+    def _share(self, operand: Any, before: fx.Node) -> Any:
+        return operand if self._kind(operand, before) == "sum" else self.shares.of(operand, before)
+
+    def _write(self, node: fx.Node, target: Any, _: Any, value: Any) -> State | None:
+        """x[i] = y: shares of y are written to shares of x, which whatever reads x later reads instead."""
+        spec, others = tensor_spec(target), in_memory_of(target) - {target}
+        is_seen = any(other < node < user for other in others for user in other.users)
+        kinds = {self.states[each].kind for each in (target, value) if isinstance(each, fx.Node)}
+        places = {self.states[each].kind for each in node.all_input_nodes if each not in (target, value)}
+        is_fit = spec is not None and spec.dtype.is_floating_point and isinstance(value, fx.Node)
+        if is_seen or not is_fit or "local" in kinds or places - {"same"} or node.meta.get("batch_numbers"):
+            return None
+        later = [user for user in target.users if node < user]
+        shares = self._share(target, node)
+        node.args = (shares, node.args[1], self._share(value, node))
+        for user in later:
+            user.replace_input_with(target, shares)
         return State("sum")
 
     def _functional_loss(self, node: fx.Node, name: str) -> State:

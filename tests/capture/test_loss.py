@@ -29,6 +29,18 @@ def weights(labels):
     return classes(labels) + labels.clamp(min=0)[..., None]
 
 
+def written(p, y):
+    """In two tensors, one of which another value is made of between two writes."""
+    losses, terms = p.new_zeros(3), torch.ones(2, 2)
+    for number, loss in enumerate((cross_entropy(p, y), p.mean())):
+        losses[number] = loss
+    terms[0] = p.sum((0, 1))[:2]
+    before = terms.sum()
+    terms[torch.tensor([True, False]), 1:] = p[..., :1].mean((0, 1))
+    losses[2] += terms.sum()
+    return (losses * WEIGHT[:3]).sum() + before
+
+
 # Every form that is recognised, as a function of logits (batch, tokens, words) and labels (batch, tokens).
 FORMS = {
     "cross_entropy mean": cross_entropy,
@@ -75,6 +87,7 @@ FORMS = {
     "z-loss, by a factor of the sum": lambda p, y: (
         cross_entropy(p, y).add_((p.logsumexp(-1) ** 2).mean(), alpha=1e-2).sub(p.sum(), alpha=0.5)
     ),
+    "written one by one": written,
     "linear combination": lambda p, y: (
         2 * cross_entropy(p, y) - p.sum() / 3 + 0.25 * p.pow(2).mean() - (1 - p.mean()) + 7
     ),

@@ -40,12 +40,27 @@ def load_balance(logits, labels):
     return cross_entropy(logits, labels) + 0.01 * (tokens_per_expert * routes.mean(0)).sum()
 
 
+def written_behind_a_name(logits, labels):
+    losses = logits.new_zeros(3)
+    first = losses[0]
+    losses[0] = logits.mean()
+    return first + losses.sum()
+
+
+def written_where_labels_say(logits, labels):
+    losses = logits.new_zeros(WORDS)
+    losses[labels[:, 3].clamp(0)] = logits.mean()
+    return (losses * torch.arange(WORDS)).sum()
+
+
 # name: the function, what the message says of it, and the text of the line at fault
 REFUSALS = {
     "product of means": (lambda p, y: p.mean() * p.exp().mean(), "`mul` of values reduced over the batch"),
     "root of a mean": (lambda p, y: p.pow(2).mean().sqrt(), "`sqrt` of values reduced over the batch"),
     "variance over the batch": (lambda p, y: p.var(0).sum(), "(var) reduces over the samples of the batch"),
     "a sum times the batch size": (lambda p, y: torch.add(p.mean(), p.mean(), alpha=p.shape[0]), "is not a sum of"),
+    "written behind another name": (written_behind_a_name, "(setitem) `setitem` of values reduced over the batch"),
+    "written where labels say": (written_where_labels_say, "(setitem) `setitem` of values reduced over the batch"),
     "variance by hand": (lambda p, y: (p - p.mean(0)).pow(2).mean(), "adds a value reduced over the batch to every"),
     "largest with its index": (lambda p, y: p.max(0).values.sum(), "reduces over the samples of the batch"),
     "norm": (lambda p, y: p.norm(), "(norm) reduces over the samples of the batch"),
