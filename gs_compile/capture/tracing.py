@@ -2,6 +2,7 @@
 
 * ``torch._check_tensor_all`` is traced like an ``assert``: its condition stays a tensor (`checks`).
 * ``torch.nn.functional.ctc_loss`` gives a loss for each sample (`speech`).
+* ``torch.nn.functional.gaussian_nll_loss`` is traced into, as it checks variances.
 * A branch by the value of a tensor, one way of which only raises, is such a check too.
 * A size in a string that also has values of tensors stays a symbol: such a string is not read while tracing.
 * ``torch.cat(list(x))`` becomes ``x.flatten(0, 1)``, so that the number of rows stays a symbol. If a list of rows is
@@ -54,6 +55,7 @@ from torch._dynamo.variables.base import ValueMutationNew
 from torch._dynamo.variables.lazy import LazySymNodeFormatString
 from torch._dynamo.variables.misc import DebuggingVariable
 from torch._logging._internal import LazyString
+from torch.nn import functional
 
 from gs_compile.capture.internals import untraced
 from gs_compile.capture.speech import ctc_loss
@@ -99,9 +101,8 @@ def _check_all(_: object, translator: Any, *args: Any, **kwargs: Any) -> Variabl
     return ConstantVariable.create(None)
 
 
-def _ctc_loss(_: object, translator: Any, *args: Any, **kwargs: Any) -> VariableTracker:
-    traced: Any = ctc_loss
-    return UserFunctionVariable(traced).call_function(translator, [*args], kwargs)
+def _trace(function: Any, _: object, translator: Any, *args: Any, **kwargs: Any) -> VariableTracker:
+    return UserFunctionVariable(function).call_function(translator, [*args], kwargs)
 
 
 def _assert(translator: Any, condition: VariableTracker) -> None:
@@ -345,7 +346,8 @@ _METHODS: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
 _HANDLERS: dict[Any, Callable[..., VariableTracker]] = {
     torch._check_tensor_all: _check_all,
     torch._check_tensor_all_with: _check_all,
-    torch.nn.functional.ctc_loss: _ctc_loss,
+    functional.ctc_loss: partial(_trace, ctc_loss),
+    functional.gaussian_nll_loss: partial(_trace, functional.gaussian_nll_loss),
 }
 _JUMPS = [f"POP_JUMP_{way}IF_{value}" for way in ("", "FORWARD_") for value in ("TRUE", "FALSE")]
 _INSTRUCTIONS: dict[int, Callable[..., None]] = {

@@ -71,6 +71,7 @@ FORMS = {
     "huber_loss, weights for each value": lambda p, y: functional.huber_loss(p, classes(y), weight=weights(y)),
     "mse_loss against a constant": lambda p, y: functional.mse_loss(p.mean(-1).mean(-1), p.new_zeros(p.shape[0])),
     "binary_cross_entropy_with_logits": lambda p, y: functional.binary_cross_entropy_with_logits(p, classes(y)),
+    "gaussian_nll_loss": lambda p, y: functional.gaussian_nll_loss(p, classes(y), p.square()),
     "kl_div batchmean": lambda p, y: functional.kl_div(p.log_softmax(-1), classes(y), reduction="batchmean"),
     "kl_div batchmean, tokens before samples": lambda p, y: functional.kl_div(
         p.transpose(0, 1).log_softmax(-1), classes(y).transpose(0, 1), reduction="batchmean"
