@@ -50,6 +50,7 @@ for _ in range(2):
     model(torch.ones(4, 256)).backward()
     optimizer.step()
     optimizer.zero_grad()
+states = model.state_dict(), optimizer.state_dict()  # end with the interpreter
 for name, module in [each for each in sys.modules.items() if each[0].split(".")[0] == "torch"]:
     for key, value in list(vars(module).items()):
         for below, each in [("", value), *(vars(value).items() if isinstance(value, type) else ())]:
@@ -79,6 +80,11 @@ def trained(tmp_path_factory):
 
 def test_a_training_run_loads_little_and_patches_nothing(trained):
     hold("a training run", dict.fromkeys(filter(None, trained[0].stdout.splitlines()), 1))
+
+
+def test_its_end_says_nothing(trained):
+    """A script's state dicts end with the interpreter."""
+    assert "ignored" not in trained[0].stderr
 
 
 def test_its_logs_and_trace_artifacts(trained):

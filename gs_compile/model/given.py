@@ -50,8 +50,9 @@ class Given:
     """
 
     def __init__(self, values: Tensor, place: Place | None = None) -> None:
-        end = weakref.WeakMethod(self._end)
-        self.values = weakref.ref(values, lambda _: (call := end()) and call())
+        self.values = weakref.ref(values)
+        # Not a callback of the reference: Python still makes those when it has taken modules apart.
+        weakref.finalize(values, _end, weakref.WeakMethod(self._end)).atexit = False
         self._memory = values.detach()  # with the version of the values
         self._num_holders, self._place = num_holders(values), place
         self._first, self._was_changed = mark_of(values), False
@@ -67,6 +68,12 @@ class Given:
         self._was_changed |= new is not None and not is_same
         if num_holders(self._memory) <= self._num_holders:
             self._was_changed, self._memory = self.is_changed, torch.empty(0, device="cpu")
+
+
+def _end(method: weakref.WeakMethod[Any]) -> None:
+    """Not the method itself, which would keep what was given alive."""
+    if (end := method()) is not None:
+        end()
 
 
 def state_of(tensor: Tensor) -> tuple[int, int]:
