@@ -164,19 +164,27 @@ class StepSampler(Sampler[list[int]]):
     Each `iter` returns the remaining batches of one epoch, in an order given by `seed`, and the next `iter` those of
     the next epoch. Fewer than `batch_size` rows at the end of an epoch are left out.
 
-    start: the step of the first batch.
+    start: the step of the first batch. stop: the step before which the batches end, also within an epoch; None: never.
     rank, world: each of several ranks takes its share of every batch; `batch_size` counts the rows of all.
     """
 
     def __init__(
-        self, num_rows: int, batch_size: int, *, seed: int = 0, start: int = 0, rank: int = 0, world: int = 1
+        self,
+        num_rows: int,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        start: int = 0,
+        stop: int | None = None,
+        rank: int = 0,
+        world: int = 1,
     ) -> None:
         if not 1 <= batch_size <= num_rows or not 0 <= rank < world <= batch_size or start < 0:
             raise OptionError(
                 f"there are no batches of {batch_size} of {num_rows} rows for rank {rank} of {world}, from step {start}"
             )
         self.num_rows, self.batch_size, self.seed, self.step = num_rows, batch_size, seed, start
-        self.rank, self.world = rank, world
+        self.stop, self.rank, self.world = stop, rank, world
 
     @property
     def epoch(self) -> int:
@@ -188,12 +196,13 @@ class StepSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """The batches that the next `iter` gives."""
-        return self._per_epoch - self.step % self._per_epoch
+        end = (self.epoch + 1) * self._per_epoch
+        return max(0, (end if self.stop is None else min(end, self.stop)) - self.step)
 
     def __iter__(self) -> Iterator[list[int]]:
-        epoch, first = divmod(self.step, self._per_epoch)
-        self.step = (epoch + 1) * self._per_epoch
+        (epoch, first), count = divmod(self.step, self._per_epoch), len(self)
+        self.step += count
         numbers = torch.Generator().manual_seed(self.seed + epoch)
         order = torch.randperm(self.num_rows, generator=numbers, device="cpu").tolist()
-        for at in range(first * self.batch_size, self._per_epoch * self.batch_size, self.batch_size):
-            yield order[at : at + self.batch_size][self.rank :: self.world]
+        for number in range(first, first + count):
+            yield order[number * self.batch_size :][: self.batch_size][self.rank :: self.world]
