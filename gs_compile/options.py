@@ -110,8 +110,8 @@ class Expert:
         or are not finite. None: chosen; without a plan "speculative" if alpha is below 1, else "delayed".
     separate_device: on a CPU, copy to and from a simulated device with its own memory; for tests.
     masters: where the fp32 masters of parameters in bf16 are stored. "split": the parameter is the upper half, and the
-        state has the lower one. "whole": the state has all of it. Both give bitwise the same values. None: split, or
-        whole where that is faster.
+        state has the lower one. "whole": the state has all of it. Both give bitwise the same values. None: split;
+        whole where that is faster, or split ones do not fit; on several ranks split.
     threads: the number of threads of the optimizer on the CPU. None: half of the process's threads; with a GPU, all
         cores but two.
     piece_tokens: the head and its loss run on this many tokens at a time, so that the logits of a micro-batch never
@@ -218,8 +218,8 @@ class Options:
     deterministic: True: bitwise the same values in every run, also on a device. While the model runs, torch uses only
         deterministic algorithms, and raises RuntimeError by name for an operation that has none.
     durability: which steps can be resumed after the process ends: "off": none; "step": each; a number N: every N-th.
-    resume: "auto": resume from the last durable step of this model in `storage`, if there is one. None: a new run,
-        which refuses a directory that has one.
+    resume: "auto": resume from the last durable step of this model in `storage`, if there is one; needs
+        `durability`. None: a new run, which refuses a directory that has one.
     progress: a bar on the terminal inside a step that takes more than two seconds. True: also without a terminal, as a
         line every ten seconds. None: if standard error is a terminal.
     report: a file for a page about the run, written during the run and when it ends.

@@ -83,7 +83,7 @@ def undo_if_it_fails(undo: Callable[[], None]) -> None:
 
 def compiled_frame(*names: str) -> Mapping[str, Any]:
     """Locals of Dynamo's compile of a frame, which is among the callers: its backend, the frame's values, `names`."""
-    found = (dict(frame.f_locals) for frame, _ in walk_stack(sys._getframe()))  # no view of them, as from Python 3.13 on
+    found = (dict(frame.f_locals) for frame, _ in walk_stack(sys._getframe()))  # no view, as from 3.13 on
     return next(known for known in found if {"compiler_fn", "locals", *names} <= known.keys())
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 
 import gs_compile
@@ -31,7 +33,7 @@ def test_a_run_that_goes_on_has_the_batches_that_are_left():
 
 def test_an_epoch_has_each_row_once_in_an_order_of_its_own():
     whole, _ = drawn(stop=9)
-    epochs = [sum(whole[first : first + 3], []) for first in (0, 3, 6)]
+    epochs = [[*chain(*whole[first : first + 3])] for first in (0, 3, 6)]
     assert all(len({*rows}) == 9 for rows in epochs)
     assert len(set(map(tuple, epochs))) == 3
     assert drawn(seed=1)[0] != drawn()[0]

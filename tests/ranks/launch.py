@@ -192,8 +192,8 @@ def _serve(pipe: Connection, info: Info, environment: dict[str, str], initialize
     torch.set_num_threads(1)
     figures.give()
     warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0")
-    for harmless in ("`torch.jit.script_method` is deprecated", "The .grad attribute of a Tensor that is not a leaf"):
+    deprecated, slow = "`torch.jit.script_method` is deprecated", "Guards may run slower on Python 3.13.0"
+    for harmless in (deprecated, "The .grad attribute of a Tensor that is not a leaf", slow):
         warnings.filterwarnings("ignore", harmless)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     if initialize:
