@@ -26,7 +26,9 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any, Literal
 
 from gs_compile.runtime.forks import leave_in_children
@@ -100,6 +102,8 @@ class Alarm:
     def close(self) -> None:
         """This rank has ended without failing, or its failure was told; once is enough."""
         if not self._is_closed:
+            if (error := _error_of_child()) is not None:  # it held this rank's model until it was forgotten
+                self.fail(in_words(error))
             self._is_closed = True
             self._at_end.cancel()
             self._send(self.name, "ended", "")
@@ -239,7 +243,15 @@ def ending_error() -> BaseException | None:
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
     if isinstance(error, SystemExit):  # a launcher may have raised it because of an error
         error = error.__context__ if error.code else None
-    return error
+    return error or _error_of_child()
+
+
+def _error_of_child() -> BaseException | None:
+    """What is left of the error of a process that multiprocessing has started, from Python 3.13 on: its exit code."""
+    main: Any = BaseProcess
+    callers = (frame for frame, _ in walk_stack(sys._getframe()) if frame.f_code is main._bootstrap.__code__)
+    code = next((frame.f_locals.get("exitcode") for frame in callers), None)  # None: it has not ended
+    return ChildProcessError(f"exit code {code}, which its own output explains") if code else None
 
 
 def in_words(error: BaseException) -> str:
