@@ -41,7 +41,8 @@ class Careful(nn.Module):
         if self.where == "by a branch that is not taken" and not (scale.abs() < BIG).all():
             raise ValueError("too big")
         if self.where == "by one of two" and (scale.isnan().any() or scale.abs().max() >= BIG):
-            raise ValueError("no number, or too big")
+            words = "no number, or too big"
+            raise ValueError(words)
         if self.where == "by the last branch":
             self.refuse_first(scale)
         x = self.words(ids) * scale[:, None, None]

@@ -62,7 +62,9 @@ from gs_compile.capture.speech import ctc_loss
 
 _LIGHTNING = ("pytorch_lightning.core.module", "lightning.pytorch.core.module")  # installed alone, or as a part
 _LOGS = ("log", "log_dict")
-_BEYOND = ("LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT", "STORE_", "RETURN_", "YIELD_")
+# Beside a `raise` these may be of use later; a local name, such as of its words, is not.
+_STORES = ("STORE_ATTR", "STORE_SUBSCR", "STORE_SLICE", "STORE_GLOBAL", "STORE_DEREF")
+_BEYOND = ("LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT", *_STORES, "RETURN_", "YIELD_")
 READ_LATER = "greedysnake_read_later"  # in the meta of an output whose value is read after the graph
 _CONVERSIONS = {"__float__": float, "__int__": int}
 _LIST: Any = getattr(builtin, "ListBuiltinVariable", builtin.BuiltinVariable)  # before 2.13 `list` has no own class
