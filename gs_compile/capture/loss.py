@@ -368,7 +368,8 @@ class _Separation:
 
         share = partial(self._share, before=node)
         node.args = (map_arg if joins else map_aggregate)(node.args, share)
-        node.kwargs = map_arg(node.kwargs, share)
+        if joins:  # else a factor
+            node.kwargs = map_arg(node.kwargs, share)
         return State("sum")
 
     def _share(self, operand: Any, before: fx.Node) -> Any:

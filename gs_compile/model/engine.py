@@ -27,7 +27,7 @@ from gs_compile.codegen.layout import bind, tied_units
 from gs_compile.errors import MemoryBudgetError, OptimizerError, StepOrderError, StorageFullError
 from gs_compile.model.call import Call
 from gs_compile.model.commits import Durable, give_back_rest
-from gs_compile.model.first_call import Prepared, open_tiers, plan_tiers, refuse_inputs
+from gs_compile.model.first_call import Prepared, open_tiers, plan_tiers, refuse_inputs, refuse_unread
 from gs_compile.model.gradients import forget_gradients, is_zeroed, mark_gradient_unavailable, take_given
 from gs_compile.model.idle import Idle
 from gs_compile.model.in_memory import begin
@@ -172,6 +172,7 @@ class Engine(ParameterStore):
         tied = tied_units(models[0].split, spans)
         shape = replace(self.planning.shape(models[0], tied, training=shape.training), outside=shape.outside)
         if shape.training:
+            refuse_unread(self.tiers.placement.by_unit, tied)
             read = (index for unit in models[0].split.units for index in unit.arguments)
             refuse_inputs(args, read, units.micro_batches[0].inputs)
             if self.reporter is not None:

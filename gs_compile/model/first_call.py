@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,11 +23,13 @@ from gs_compile.model.offloaded import UnavailableGradient
 from gs_compile.model.optimizer import Loop, Optimizer
 from gs_compile.model.residency import is_offloaded, residency_of
 from gs_compile.options import Masters, Options
+from gs_compile.placement.units import UnitPlacement
 from gs_compile.planner.at_hand import ModelAtHand
 from gs_compile.planner.measure.machines import Where
 from gs_compile.planner.programs import StepPrograms
 from gs_compile.planner.resumed import ACCUMULATES, num_calls_of
 from gs_compile.planner.run import RunPlanner
+from gs_compile.program.ir import TIED, Unit
 from gs_compile.runtime.coordinators import Setting
 from gs_compile.runtime.formats import types_of
 from gs_compile.runtime.muon import Matrices
@@ -246,3 +248,12 @@ def refuse_inputs(args: Sequence[Any], read: Iterable[int], batch: Container[int
                 f"an input of shape {tuple(arg.shape)} requires a gradient, and has no row for each sample of the "
                 "batch: detach it, or use a torch.optim optimizer, which leaves parameters in memory"
             )
+
+
+def refuse_unread(placed: Mapping[Unit, UnitPlacement], tied: Collection[Unit]) -> None:
+    """Raise `OptimizerError` if no unit reads what several share, and train: no operation would make its gradient."""
+    if not tied and TIED in placed and placed[TIED].num_trained:
+        raise OptimizerError(
+            "this call reads none of the parameters that several layers share, which the first call did: call the "
+            "model the same way in every step"
+        )

@@ -127,9 +127,14 @@ def average(groups: Sequence[Mapping[str, Any]], record: StepRecord, ranks: Rank
 
 def refuse_narrow(groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise OptimizerError, before a step is closed, if a parameter in memory that has a gradient is neither float32
-    nor float64: it would need a master.
+    nor float64, which would need a master, or if the gradient is sparse.
     """
     for parameter in with_gradients(groups):
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            raise OptimizerError(
+                f"a parameter of shape {tuple(parameter.shape)} outside of the compiled model has a gradient of layout "
+                f"{parameter.grad.layout}: leave sparse=True out"
+            )
         if parameter.dtype not in (torch.float32, torch.float64):
             raise OptimizerError(
                 f"a parameter of shape {tuple(parameter.shape)} and {parameter.dtype} is outside of the compiled "

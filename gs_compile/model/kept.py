@@ -131,7 +131,7 @@ class Kept:
                     if not isinstance(each, DataLoader):
                         undo.callback(_load_again, each, deepcopy(each.state_dict()))
                     each.load_state_dict(_as_it_was(saved[name]))
-                except (AttributeError, LookupError, TypeError, ValueError) as error:
+                except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
                     raise ResumeError(f"the commit's state of {name} cannot be loaded: {error!r}") from error
             undo.pop_all()
 
