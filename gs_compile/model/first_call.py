@@ -250,7 +250,7 @@ def refuse_inputs(args: Sequence[Any], read: Iterable[int], batch: Container[int
             )
 
 
-def refuse_unread(placed: Mapping[Unit, UnitPlacement], tied: Collection[Unit]) -> None:
+def refuse_unread(placed: Mapping[Unit | None, UnitPlacement], tied: Collection[Unit]) -> None:
     """Raise `OptimizerError` if no unit reads what several share, and train: no operation would make its gradient."""
     if not tied and TIED in placed and placed[TIED].num_trained:
         raise OptimizerError(
