@@ -125,7 +125,7 @@ def average(groups: Sequence[Mapping[str, Any]], record: StepRecord, ranks: Rank
     record.means = {**record.means, **{mean: changes(mean) for mean in means.values()}}
 
 
-def refuse_narrow(groups: Sequence[Mapping[str, Any]]) -> None:
+def refuse_other_gradients(groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise OptimizerError, before a step is closed, if a parameter in memory that has a gradient is neither float32
     nor float64, which would need a master, or if the gradient is sparse.
     """

@@ -85,7 +85,7 @@ class TieredOptimizer(Optimizer):
             refuse_alone(self._parameters)
         if (record := finished or self._step_in_memory()) is None:
             return
-        in_memory.refuse_narrow(self.param_groups)
+        in_memory.refuse_other_gradients(self.param_groups)
         if finished is not None and self.engine.durable is not None and not is_late:
             self.kept.end_step()  # before anything changes, as objects of the user's may raise
             self.engine.durable.end_step()
